@@ -244,7 +244,9 @@ def unsupported_reasons(
     if sharding_type == "DATA_PARALLEL":
         reasons.append("sharding_type=DATA_PARALLEL: an update made inside backward would never be reduced over ranks")
     if pooling_mode == "MEAN" and weighted:
-        reasons.append("pooling_mode=MEAN with per-sample weights: FBGEMM's CPU and GPU kernels disagree on its meaning")
+        reasons.append(
+            "pooling_mode=MEAN with per-sample weights: FBGEMM's CPU and GPU kernels disagree on its meaning"
+        )
     if pooling_mode == "MEAN" and sharding_type == "GRID_SHARD":
         reasons.append("pooling_mode=MEAN with sharding_type=GRID_SHARD: TorchRec returns the sum; allowed: SUM")
     given = {
@@ -262,7 +264,9 @@ def _device_reasons(
 ) -> list[str]:
     reasons = []
     if device_type == "cpu" and not interpreter:
-        reasons.append("device_type=cpu: Triton runs on CPU tensors only under its interpreter (set TRITON_INTERPRET=1)")
+        reasons.append(
+            "device_type=cpu: Triton runs on CPU tensors only under its interpreter (set TRITON_INTERPRET=1)"
+        )
     elif device_type not in ("cpu", "cuda"):
         reasons.append(f"device_type={device_type}; allowed: cuda, or cpu under Triton's interpreter")
     if device_type == "cuda" and capability is not None and tuple(capability) < MIN_CAPABILITY:
