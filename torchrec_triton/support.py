@@ -1,7 +1,7 @@
 """What the Triton kernels take, and why they leave the rest to FBGEMM: the one truth about it.
 
-Pure rules on names and numbers. This module imports neither torch nor anything of the package, so a planner can ask on a
-host without a GPU. Every answer follows from things that are known at construction and equal on all ranks.
+Pure rules on names and numbers. This module imports neither torch nor anything of the package, so a planner can ask on
+a host without a GPU. Every answer follows from things that are known at construction and equal on all ranks.
 
 `KEYS` holds one rule for every keyword that the constructor of FBGEMM's `SplitTableBatchedEmbeddingBagsCodegen`
 (1.6.0 to 1.8.0) or TorchRec's `fused_params` (1.6.1 to 1.9.2) accepts. `python -m torchrec_triton.support` prints the
@@ -285,8 +285,7 @@ def _key_reason(key: str, value: Any) -> str | None:
         return f"{key}={value!r}: this version of torchrec_triton has no rule for the key; allowed: leave it out"
     if rule.accepts(value):
         return None
-    shown = name_of(value) if isinstance(getattr(value, "name", None), str) else repr(value)
-    return f"{key}={shown}: {rule.note}"
+    return f"{key}={getattr(value, 'name', value)}: {rule.note}"
 
 
 def markdown() -> str:

@@ -10,8 +10,8 @@ Shapes: T tables, F features (feature f reads table `feature_table_map[f]`), B b
     offsets     [F * B + 1], feature-major: bag b of feature f is offsets[f * B + b] : offsets[f * B + b + 1]
     batch_sizes [F][ranks], variable batch (VBE): offsets then run over feature, rank, bag, and the output is 1-D over
                 rank, feature, bag; None: the output is [B, sum of D_f], features side by side
-Everything is returned in fp64. The kernels keep the state in fp32, compute an update in fp32 and round the weight once; a
-test compares within what that costs.
+Everything is returned in fp64. The kernels keep the state in fp32, compute an update in fp32 and round the weight once;
+a test compares within what that costs.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def lookup_reference(
     mean: bool = False,
     batch_sizes: Sequence[Sequence[int]] | None = None,
 ) -> Tensor:
-    """Pooled rows: out[bag] = sum of s_i * W[id_i], divided by the bag's length under MEAN; an empty bag gives zeros."""
+    """Pooled rows: out[bag] = sum of s_i * W[id_i], divided by the bag's length under MEAN; zeros for an empty bag."""
     dims = [tables[t].shape[1] for t in feature_table_map]
     out = torch.zeros(_output_shape(dims, offsets, batch_sizes), dtype=torch.float64, device=indices.device)
     for bags in _blocks(dims, indices, offsets, batch_sizes):
@@ -78,8 +78,8 @@ def row_gradients_reference(
     batch_sizes: Sequence[Sequence[int]] | None = None,
     max_gradient: float | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """(gradients, touched): a row's gradient is the sum over all its occurrences, over bags and over features that share
-    the table, of s_i * grad_output[bag] (divided by the bag's length under MEAN), clamped before it is summed."""
+    """(gradients, touched): a row's gradient is the sum over all its occurrences, over bags and over features that
+    share the table, of s_i * grad_output[bag] (over the bag's length under MEAN), clamped before it is summed."""
     dims = [tables[t].shape[1] for t in feature_table_map]
     gradients = [torch.zeros(table.shape, dtype=torch.float64, device=indices.device) for table in tables]
     touched = [torch.zeros(table.shape[0], dtype=torch.bool, device=indices.device) for table in tables]
@@ -141,8 +141,8 @@ def update_reference(
     """One backward: each touched row is updated exactly once, with the sum of its gradients G.
 
     EXACT_SGD: W -= lr * G; `states` is passed through and weight decay has no effect.
-    EXACT_ROWWISE_ADAGRAD: m += mean(G'^2), step = lr / (sqrt(m) + eps), W = c * W - step * G, where G' = G + wd * W under
-    L2 and G otherwise, and c = 1 - step * wd under L2, 1 - lr * wd under DECOUPLE, 1 under NONE.
+    EXACT_ROWWISE_ADAGRAD: m += mean(G'^2), step = lr / (sqrt(m) + eps), W = c * W - step * G, where G' = G + wd * W
+    under L2 and G otherwise, and c = 1 - step * wd under L2, 1 - lr * wd under DECOUPLE, 1 under NONE.
     Raises ValueError for another optimizer or mode.
     """
     if optimizer not in ("EXACT_SGD", "EXACT_ROWWISE_ADAGRAD"):
