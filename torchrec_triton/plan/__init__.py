@@ -1,0 +1,1 @@
+"""Planning: which tables run on Triton. Needs neither a GPU nor Triton."""

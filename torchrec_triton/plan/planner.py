@@ -1,0 +1,264 @@
+"""Which tables get `fused_triton`: in a plan that exists, or while TorchRec's planner looks for one.
+
+A choice is one kernel for all tables, or globs on table names -> kernel. The kernels are "fused_triton" (an error if a
+table cannot have it), "fused" (FBGEMM) and "auto" (Triton where support.py says yes, else FBGEMM and one log line for
+the table). Of several globs that match a table the last one counts; a table that none matches keeps what it has.
+
+Planning needs neither a GPU nor Triton.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.planner.constants import BATCH_SIZE
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.estimator.config import EmbeddingPerfEstimatorConfig
+from torchrec.distributed.planner.estimator.estimator import EmbeddingPerfEstimatorFactory
+from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstimator
+from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption
+from torchrec.distributed.planner.utils import sharder_name
+from torchrec.distributed.types import (
+    EmbeddingModuleShardingPlan,
+    ModuleSharder,
+    ParameterSharding,
+    ShardingPlan,
+    ShardingType,
+)
+from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
+
+from torchrec_triton.plan.reasons import (
+    FUSED,
+    FUSED_TRITON,
+    UnsupportedTableError,
+    collection_reasons,
+    planned_device_type,
+    sharding_reasons,
+)
+
+logger = logging.getLogger("torchrec_triton")
+
+AUTO = "auto"
+Choice = str | Mapping[str, str]
+
+
+def with_compute_kernel(
+    plan: ShardingPlan,
+    choice: Choice,
+    *,
+    module: nn.Module | None = None,
+    sharders: list[ModuleSharder[Any]] | None = None,
+) -> ShardingPlan:
+    """A copy of `plan` in which the chosen tables have the chosen kernel; shards and ranks stay as they are.
+
+    module, sharders: what the plan is for. Given, every setting of every table is judged here. Without them only what
+    stands in the plan is (sharding type, device, shapes), and the sharder judges the rest when it shards.
+
+    `fused` and `fused_triton` are exchanged, and `dense` (what TorchRec's plan helpers give) on explicit request. Tables in
+    other kernels or replicated over ranks stay as they are; asking for `fused_triton` by name is refused for them.
+
+    Raises:
+        ValueError: a kernel that is none of the three, or a glob that matches no table.
+        UnsupportedTableError: a table cannot have the `fused_triton` that was asked for by name.
+    """
+    choice = _validated(choice)
+    module_plans = {path: p for path, p in plan.plan.items() if isinstance(p, EmbeddingModuleShardingPlan)}
+    _refuse_unmatched(choice, [table for params in module_plans.values() for table in params])
+    collections = {} if module is None else {path: rest for path, *rest in _collections(module, sharders or [])}
+    copies: dict[str, Any] = dict(plan.plan)
+    refused: dict[str, list[str]] = {}
+    for path, params in module_plans.items():
+        device_type = planned_device_type(params) or "cuda"
+        if path in collections:
+            collection, sharder = collections[path]
+            reasons = collection_reasons(collection, params, sharder.fused_params, device_type)
+        else:
+            reasons = {table: sharding_reasons(sharding, device_type) for table, sharding in params.items()}
+        kernels = {table: sharding.compute_kernel for table, sharding in params.items()}
+        for table, planned in kernels.items():
+            kernel, why = _chosen(table, choice), reasons[table]
+            if not _exchangeable(params[table], kernel):
+                if kernel == FUSED_TRITON:
+                    refused[table] = [*why, f"compute_kernel={planned} in the plan is not exchanged for {FUSED_TRITON}"]
+            elif kernel == FUSED_TRITON and why:
+                refused[table] = why
+            elif kernel == AUTO and why:
+                _log_fallback(table, why)
+                kernels[table] = FUSED
+            elif kernel is not None:
+                kernels[table] = FUSED if kernel == FUSED else FUSED_TRITON
+        copies[path] = EmbeddingModuleShardingPlan(
+            {t: dataclasses.replace(sharding, compute_kernel=kernels[t]) for t, sharding in params.items()}
+        )
+    if refused:
+        raise UnsupportedTableError(refused)
+    return ShardingPlan(copies)
+
+
+def make_planner(
+    topology: Topology,
+    choice: Choice = AUTO,
+    *,
+    batch_size: int = BATCH_SIZE,
+    constraints: dict[str, ParameterConstraints] | None = None,
+    **planner_keywords: Any,
+) -> EmbeddingShardingPlanner:
+    """TorchRec's planner, in which every table of a Triton sharder is offered the kernel that was chosen for it.
+
+    topology: of the machines to train on; its compute_device decides, not the host that plans.
+    constraints: TorchRec's; a table whose compute_kernels name one of `fused` and `fused_triton` keeps to it.
+    planner_keywords: go to EmbeddingShardingPlanner (storage_reservation, proposer, partitioner, stats, ...).
+
+    Planning raises UnsupportedTableError if a table cannot have the `fused_triton` that was asked for by name, on every
+    rank alike.
+    """
+    perf_estimator = EmbeddingPerfEstimatorFactory.create_with_config(
+        _PerfConfig(), topology=topology, constraints=constraints
+    )
+    enumerator = _Enumerator(
+        topology=topology,
+        batch_size=batch_size,
+        constraints=constraints,
+        estimator=[perf_estimator, EmbeddingStorageEstimator(topology=topology, constraints=constraints)],
+        choice=_validated(choice),
+    )
+    return _Planner(
+        topology=topology, batch_size=batch_size, constraints=constraints, enumerator=enumerator, **planner_keywords
+    )
+
+
+class _PerfConfig(EmbeddingPerfEstimatorConfig):
+    """Rates `fused_triton` like `fused` on every device; stock TorchRec has no rate for it on the CPU."""
+
+    def get_device_bw(self, compute_device: str, compute_kernel: str, *args: Any, **kwargs: Any) -> float | None:
+        return super().get_device_bw(
+            compute_device, FUSED if compute_kernel == FUSED_TRITON else compute_kernel, *args, **kwargs
+        )
+
+
+class _Enumerator(EmbeddingEnumerator):
+    """Offers each table one of `fused` and `fused_triton`, never both: they cost the same in TorchRec's eyes, so every
+    plan would be found twice, and the order of a hash would choose."""
+
+    def __init__(self, *, choice: Mapping[str, str], **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._choice = choice
+        self._reasons: dict[tuple[str, str], list[str]] = {}  # (table, sharding type); absent: not a Triton sharder's
+
+    def judge(self, module: nn.Module, sharders: list[ModuleSharder[Any]]) -> None:
+        """Find the reasons of every table under every sharding type, and refuse what cannot be met."""
+        self._reasons.clear()
+        refused = {}
+        for _, collection, sharder in _collections(module, sharders):
+            names = [config.name for config in collection.embedding_bag_configs()]
+            for sharding_type in ShardingType:
+                if sharding_type == ShardingType.DATA_PARALLEL:  # has no fused kernel of either kind
+                    continue
+                params = {name: self._parameter_sharding(name, sharding_type.value) for name in names}
+                found = collection_reasons(collection, params, sharder.fused_params, self._compute_device)
+                self._reasons |= {(table, sharding_type.value): why for table, why in found.items()}
+            for name in names:
+                allowed = getattr((self._constraints or {}).get(name), "sharding_types", None) or list(ShardingType)
+                why = [self._reasons.get((name, getattr(t, "value", t)), []) for t in allowed]
+                if self._kernel(name) == FUSED_TRITON and all(why):
+                    refused[name] = list(dict.fromkeys(reason for reasons in why for reason in reasons))
+        _refuse_unmatched(self._choice, [table for table, _ in self._reasons])
+        if refused:
+            raise UnsupportedTableError(refused)
+
+    def enumerate(self, module: nn.Module, sharders: list[ModuleSharder[Any]]) -> list[ShardingOption]:
+        self.judge(module, sharders)
+        options = super().enumerate(module, sharders)
+        kernels: dict[str, set[str]] = {}
+        for option in options:
+            kernels.setdefault(option.name, set()).add(option.compute_kernel)
+        for option in {option.name: option for option in options}.values():
+            offered = kernels[option.name]
+            if self._kernel(option.name) == AUTO and FUSED in offered and FUSED_TRITON not in offered:
+                _log_fallback(option.name, self._reasons.get((option.name, option.sharding_type), []))
+        return options
+
+    def _filter_compute_kernels(self, name: str, allowed_compute_kernels: list[str], sharding_type: str) -> list[str]:
+        kernel, reasons = self._kernel(name), self._reasons.get((name, sharding_type))
+        if reasons is None or kernel is None:
+            return super()._filter_compute_kernels(name, allowed_compute_kernels, sharding_type)
+        if kernel == FUSED_TRITON:
+            return [] if reasons else [FUSED_TRITON]
+        offered = FUSED if kernel == FUSED or reasons else FUSED_TRITON
+        allowed = [offered if k in (FUSED, FUSED_TRITON) else k for k in allowed_compute_kernels]
+        return super()._filter_compute_kernels(name, list(dict.fromkeys(allowed)), sharding_type)
+
+    def _kernel(self, table: str) -> str | None:
+        constrained = getattr((self._constraints or {}).get(table), "compute_kernels", None) or []
+        named = [kernel for kernel in (FUSED, FUSED_TRITON) if kernel in constrained]
+        return named[0] if len(named) == 1 else _chosen(table, self._choice)
+
+    def _parameter_sharding(self, table: str, sharding_type: str) -> ParameterSharding:
+        constraint = (self._constraints or {}).get(table, ParameterConstraints())
+        return ParameterSharding(
+            sharding_type,
+            FUSED_TRITON,
+            cache_params=constraint.cache_params,
+            enforce_hbm=constraint.enforce_hbm,
+            stochastic_rounding=constraint.stochastic_rounding,
+            bounds_check_mode=constraint.bounds_check_mode,
+            output_dtype=constraint.output_dtype,
+        )
+
+
+class _Planner(EmbeddingShardingPlanner):
+    def collective_plan(self, module: nn.Module, sharders: Any = None, pg: Any = None) -> ShardingPlan:
+        """Judge on every rank first: TorchRec plans on rank 0 only, and an error there leaves the others waiting."""
+        self._enumerator.judge(module, sharders or [])
+        return super().collective_plan(module, sharders, pg)
+
+
+def _exchangeable(sharding: ParameterSharding, kernel: str | None) -> bool:
+    if sharding.compute_kernel == EmbeddingComputeKernel.DENSE.value:
+        return kernel != AUTO and sharding.sharding_type != ShardingType.DATA_PARALLEL.value
+    return sharding.compute_kernel in (FUSED, FUSED_TRITON)
+
+
+def _validated(choice: Choice) -> dict[str, str]:
+    globs = {"*": choice} if isinstance(choice, str) else dict(choice)
+    for glob, kernel in globs.items():
+        if kernel not in (FUSED_TRITON, FUSED, AUTO):
+            raise ValueError(f"compute kernel {kernel!r} for tables {glob!r}; allowed: {FUSED_TRITON}, {FUSED}, {AUTO}")
+    return globs
+
+
+def _chosen(table: str, choice: Mapping[str, str]) -> str | None:
+    return next((kernel for glob, kernel in reversed(choice.items()) if fnmatchcase(table, glob)), None)
+
+
+def _refuse_unmatched(choice: Mapping[str, str], tables: list[str]) -> None:
+    for glob in choice:
+        if glob != "*" and not any(fnmatchcase(table, glob) for table in tables):
+            raise ValueError(f"no table matches {glob!r}; tables: {', '.join(sorted(set(tables)))}")
+
+
+def _log_fallback(table: str, reasons: list[str]) -> None:
+    logger.info("table %s: %s (FBGEMM), not %s: %s", table, FUSED, FUSED_TRITON, "; ".join(reasons))
+
+
+def _collections(
+    module: nn.Module, sharders: list[ModuleSharder[Any]]
+) -> Iterator[tuple[str, EmbeddingBagCollectionInterface, ModuleSharder[Any]]]:
+    """(path, collection, sharder) of every EmbeddingBagCollection whose sharder can build `fused_triton`."""
+    by_type = {sharder_name(sharder.module_type): sharder for sharder in sharders}
+    inner: set[nn.Module] = set()
+    for path, child in module.named_modules():
+        sharder = by_type.get(sharder_name(type(child)))
+        if sharder is None or child in inner:
+            continue
+        collection = getattr(child, "_embedding_bag_collection", child)  # that of a feature-processed collection
+        inner.add(collection)
+        if FUSED_TRITON in sharder.compute_kernels(ShardingType.TABLE_WISE.value, "cuda"):
+            yield path, collection, sharder
