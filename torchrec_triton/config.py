@@ -1,0 +1,271 @@
+"""What a run is, as frozen dataclasses read from YAML: tables, kernels, optimizer, model, data, steps, seed.
+
+A wrong file is answered with its path, the key, the nearest valid key and the allowed values, before anything is built.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+import yaml
+
+T = TypeVar("T")
+
+ComputeKernel = Literal["auto", "fused", "fused_triton"]
+DataType = Literal["FP32", "FP16", "BF16"]
+Pooling = Literal["SUM", "MEAN"]
+# FBGEMM's EmbOptimType; the Triton kernels take the first two, FBGEMM's the others too.
+OptimizerName = Literal[
+    "EXACT_ROWWISE_ADAGRAD",
+    "EXACT_SGD",
+    "EXACT_ADAGRAD",
+    "ADAM",
+    "LAMB",
+    "LARS_SGD",
+    "PARTIAL_ROWWISE_ADAM",
+    "PARTIAL_ROWWISE_LAMB",
+    "ENSEMBLE_ROWWISE_ADAGRAD",
+    "EMAINPLACE_ROWWISE_ADAGRAD",
+]
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used; the message names the key and what is allowed."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Numbers from `least` up, below `below`, and multiples of `step`."""
+
+    least: float = 0
+    below: float = float("inf")
+    step: int = 1
+
+    def __contains__(self, value: float) -> bool:
+        return self.least <= value < self.below and (self.step == 1 or value % self.step == 0)
+
+    def __str__(self) -> str:
+        limit = f" and below {self.below:g}" if self.below < float("inf") else ""
+        step = f"multiples of {self.step}, " if self.step > 1 else ""
+        return f"{step}{self.least:g} and above{limit}"
+
+
+Count = Annotated[int, Bounds(1)]
+NonNegative = Annotated[float, Bounds(0)]
+Share = Annotated[float, Bounds(0, below=1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """One embedding table.
+
+    name: unique; features: that look it up, by default one of the table's name; rows and dim: its size;
+    pooling: of a bag; data_type: of the weights.
+    """
+
+    name: str
+    rows: Count
+    dim: Annotated[int, Bounds(4, step=4)]
+    features: tuple[str, ...] = ()
+    pooling: Pooling = "SUM"
+    data_type: DataType = "FP32"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "features", self.features or (self.name,))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """tables: shell pattern over table names; compute_kernel: what the tables it matches get."""
+
+    tables: str
+    compute_kernel: ComputeKernel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """Of the embedding tables, applied inside their backward. name: FBGEMM's; eps: outside the square root."""
+
+    name: OptimizerName = "EXACT_ROWWISE_ADAGRAD"
+    learning_rate: NonNegative = 0.01
+    eps: NonNegative = 1e-8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """tables: all of one dim; weighted: lookups carry per-sample weights; hidden: widths of the dense layers;
+    dense_learning_rate: of Adam on the dense layers."""
+
+    tables: tuple[Table, ...]
+    weighted: bool = False
+    hidden: tuple[Count, ...] = (64, 32)
+    dense_learning_rate: NonNegative = 0.001
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """batch_size: samples a step; history: purchases kept in a bag, the latest first to stay;
+    half_life_days: age at which a purchase weighs one half; validation_share, test_share: of each user's orders, by time."""
+
+    batch_size: Count = 512
+    history: Count = 100
+    half_life_days: Annotated[float, Bounds(1e-3)] = 30.0
+    validation_share: Share = 0.1
+    test_share: Share = 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """compute_kernel: of the tables that no rule matches. `auto` takes Triton where it can and FBGEMM elsewhere;
+    `fused_triton` is an error where Triton can't. rules: the first whose pattern matches a table decides.
+    fused_params: further keywords for FBGEMM's operator, enum members by name. steps: of training. seed: of weights
+    and order of samples."""
+
+    model: Model
+    compute_kernel: ComputeKernel = "auto"
+    rules: tuple[Rule, ...] = ()
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    fused_params: Mapping[str, Any] = field(default_factory=dict)
+    data: Data = field(default_factory=Data)
+    steps: Count = 100
+    seed: Annotated[int, Bounds(0)] = 0
+
+    def __post_init__(self) -> None:
+        tables = self.model.tables
+        _distinct("model.tables: name", [table.name for table in tables])
+        _distinct("model.tables: features", [feature for table in tables for feature in table.features])
+        for at, rule in enumerate(self.rules):
+            if not any(fnmatchcase(table.name, rule.tables) for table in tables):
+                names = ", ".join(table.name for table in tables)
+                raise ConfigError(f"rules[{at}].tables: {rule.tables!r} matches no table; the tables are {names}")
+        for key in ("optimizer", "learning_rate", "eps"):
+            if key in self.fused_params:
+                section = "optimizer" if key != "optimizer" else "optimizer.name"
+                raise ConfigError(f"fused_params.{key}: set it under {section}, so that it has one value")
+        if self.data.validation_share + self.data.test_share >= 1:
+            raise ConfigError("data.validation_share and data.test_share: together they must be below 1")
+
+    def kernel_of(self, table: str) -> str:
+        """The compute kernel that this configuration asks for a table: the first matching rule, or the default."""
+        matching = (rule.compute_kernel for rule in self.rules if fnmatchcase(table, rule.tables))
+        return next(matching, self.compute_kernel)
+
+    def operator_keywords(self) -> dict[str, Any]:
+        """The optimizer and fused_params as FBGEMM's keywords, enum members still by name."""
+        optimizer = self.optimizer
+        own = {"optimizer": optimizer.name, "learning_rate": optimizer.learning_rate, "eps": optimizer.eps}
+        return {**own, **self.fused_params}
+
+    def torchrec_fused_params(self) -> dict[str, Any]:
+        """`operator_keywords` with FBGEMM's enum members in place of their names, as TorchRec's sharders take them."""
+        return {key: _enum_member(key, value) for key, value in self.operator_keywords().items()}
+
+
+def load_config(path: str | Path) -> Config:
+    """Read and check a YAML file.
+
+    Raises:
+        ConfigError: the file cannot be read, is not YAML, or a key or value in it is wrong.
+    """
+    try:
+        content = yaml.load(Path(path).read_text(), Loader=_Loader)
+        return build(Config, content)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    except (yaml.YAMLError, ConfigError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def build(kind: type[T], value: Any, at: str = "") -> T:
+    """A dataclass `kind` from a mapping, checked key by key; `at` is the path of the mapping in the whole."""
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{at or 'the file'}: expected keys and values, got {value!r}")
+    known = {item.name: item for item in fields(kind)}  # type: ignore[arg-type]
+    prefix = f"{at}." if at else ""
+    for key in value:
+        if key not in known:
+            raise ConfigError(f"{prefix}{key}: there is no such key; {_choices(key, known)}")
+    for name, item in known.items():
+        if name not in value and item.default is MISSING and item.default_factory is MISSING:
+            raise ConfigError(f"{prefix}{name}: is missing")
+    hints = get_type_hints(kind, include_extras=True)
+    return kind(**{key: _convert(hints[key], item, f"{prefix}{key}") for key, item in value.items()})
+
+
+def _convert(hint: Any, value: Any, at: str) -> Any:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        number = _convert(arguments[0], value, at)
+        if number not in arguments[1]:
+            raise ConfigError(f"{at}: {value!r} is not allowed; allowed: {arguments[1]}")
+        return number
+    if origin is Literal:
+        if value not in arguments:
+            raise ConfigError(f"{at}: {value!r} is not allowed; {_choices(value, arguments)}")
+        return value
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise ConfigError(f"{at}: expected a list, got {value!r}")
+        return tuple(_convert(arguments[0], item, f"{at}[{i}]") for i, item in enumerate(value))
+    if is_dataclass(hint):
+        return build(hint, value, at)  # type: ignore[arg-type]
+    if hint is float and isinstance(value, (int, str)) and not isinstance(value, bool):
+        try:
+            value = float(value)  # YAML 1.1 reads 1e-8 as a string
+        except ValueError:
+            pass
+    kind = Mapping if origin is not None else hint
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        names = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+        raise ConfigError(f"{at}: expected {names.get(kind, 'keys and values')}, got {value!r}")
+    return value
+
+
+def _choices(given: Any, allowed: Iterable[str]) -> str:
+    allowed = list(allowed)
+    lower = {name.lower(): name for name in allowed}
+    near = difflib.get_close_matches(str(given).lower(), lower, n=1)
+    hint = f"did you mean {lower[near[0]]}? " if near else ""
+    return f"{hint}Allowed: {', '.join(allowed)}"
+
+
+def _distinct(at: str, names: list[str]) -> None:
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"{at}: {name!r} is given more than once")
+
+
+def _enum_member(key: str, value: Any) -> Any:
+    # Imported here: only a run needs FBGEMM, a plan does not.
+    from fbgemm_gpu import split_table_batched_embeddings_ops_training as fbgemm
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+
+    kinds = {
+        "optimizer": EmbOptimType,
+        "weight_decay_mode": fbgemm.WeightDecayMode,
+        "output_dtype": fbgemm.SparseType,
+        "bounds_check_mode": fbgemm.BoundsCheckMode,
+        "cache_algorithm": fbgemm.CacheAlgorithm,
+    }
+    if key not in kinds or not isinstance(value, str):
+        return value
+    members = kinds[key].__members__
+    if value not in members:
+        raise ConfigError(f"fused_params.{key}: {value!r} is not allowed; {_choices(value, members)}")
+    return members[value]
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML that refuses a key given twice, of which PyYAML would keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise ConfigError(f"{key}: is given more than once{node.start_mark}")
+        return super().construct_mapping(node, deep)
