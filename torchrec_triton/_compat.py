@@ -1,0 +1,61 @@
+"""The one place that probes the packages beneath this one.
+
+Features are probed, versions are only reported: a newer release works as long as it has what is used. Nothing here
+imports a package before it is asked to, so importing `torchrec_triton` needs no GPU, no driver and no compiler.
+"""
+from __future__ import annotations
+
+import importlib
+import os
+from importlib import metadata
+from typing import Any
+
+PACKAGES = ("torch", "triton", "torchrec", "fbgemm_gpu")
+# The CPU wheel of FBGEMM and torch's nightlies carry other distribution names than the module they install.
+_DISTRIBUTIONS = {
+    "fbgemm_gpu": ("fbgemm-gpu", "fbgemm-gpu-cpu", "fbgemm-gpu-genai", "fbgemm-gpu-nightly"),
+    "triton": ("triton", "pytorch-triton", "triton-windows"),
+}
+
+
+def installed_version(package: str) -> str | None:
+    """Version of an installed package by its module name, or None. Reads metadata only, imports nothing."""
+    for distribution in _DISTRIBUTIONS.get(package, (package,)):
+        try:
+            return metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def interpreter_enabled() -> bool:
+    """Whether Triton kernels run in the interpreter (TRITON_INTERPRET), which takes CPU tensors.
+
+    Triton reads the variable when a kernel is decorated: set it before the first import of triton.
+    """
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on")
+
+
+def triton_problem() -> str | None:
+    """Why Triton can't be used here, as a sentence, or None if it can be imported."""
+    try:
+        importlib.import_module("triton.language")
+    except Exception as error:  # an ABI mismatch raises more than ImportError
+        return f"triton cannot be imported ({type(error).__name__}: {error}); install the release that this torch asks for"
+    return None
+
+
+def fbgemm_tbe() -> Any:
+    """FBGEMM's TBE module `split_table_batched_embeddings_ops_training`.
+
+    Raises:
+        ImportError: fbgemm_gpu is missing or doesn't fit the installed torch; the message names both versions.
+    """
+    try:
+        return importlib.import_module("fbgemm_gpu.split_table_batched_embeddings_ops_training")
+    except Exception as error:
+        raise ImportError(
+            f"fbgemm_gpu ({installed_version('fbgemm_gpu') or 'not installed'}) cannot be imported with torch "
+            f"{installed_version('torch')}: {type(error).__name__}: {error}. Install the fbgemm-gpu release built for this "
+            "torch (`torchrec-triton doctor` names it)."
+        ) from error

@@ -1,0 +1,1 @@
+"""Triton kernels of the table-batched embedding and the launchers around them. `ops` is the way in."""

@@ -1,0 +1,194 @@
+"""What every kernel shares: the layout of the tables, rounding, and small helpers.
+
+Units. A *lookup* is one id of one bag. The tables of a module lie in one flat array; a *row key* numbers the rows of all
+tables, with the tables ordered by dim bucket, so that the rows of a bucket are one range of keys. Rows of one bucket are
+processed by kernels whose tile is `block_d` wide, the next power of two of the widest row.
+"""
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+# Elements that one warp holds of a tile: 32 lanes with 32 fp32 registers each.
+WARP_TILE = 1024
+MIN_BLOCK_D = 16
+# One unit of a stored gradient offset, in elements: FBGEMM's dims are multiples of 4, and 32 bits then reach 2^33 elements.
+SOURCE_UNIT = 4
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Tables whose rows are processed by the same kernels."""
+
+    block_d: int  # tile width, a power of two >= every dim in the bucket
+    weight_vec: int  # elements: every row of every table starts at a multiple of it
+    out_vec: int  # elements: every output column block starts at a multiple of it
+    features: torch.Tensor  # int32 [n], the features that read these tables
+    key_begin: int
+    key_end: int
+
+    @property
+    def num_features(self) -> int:
+        return self.features.numel()
+
+
+@dataclass(frozen=True)
+class TableLayout:
+    """Where tables, states and output columns lie; built once a module and device.
+
+    feature_meta: int64 [F, 5]: first row key, rows, weight offset (elements), dim, output column (elements).
+    table_key: key_dtype [T + 1]: first row key of each table in bucket order, then the number of keys.
+    table_meta: int64 [T, 3] in bucket order: weight offset - first key * dim, state offset - first key, dim.
+    bucket_key: key_dtype [buckets + 1]: first row key of each bucket, then the number of keys.
+    """
+
+    feature_meta: torch.Tensor
+    table_key: torch.Tensor
+    table_meta: torch.Tensor
+    bucket_key: torch.Tensor
+    buckets: tuple[Bucket, ...]
+    num_features: int
+    num_tables: int
+    num_keys: int
+    total_dim: int
+    max_block_d: int
+    key_dtype: torch.dtype  # int32 wherever the rows allow it
+
+    @staticmethod
+    def build(
+        rows: list[int],
+        dims: list[int],
+        weight_offsets: list[int],
+        state_offsets: list[int],
+        feature_table: list[int],
+        device: torch.device,
+    ) -> TableLayout:
+        """rows, dims, weight_offsets, state_offsets (elements): one entry a table; feature_table: the table of each feature."""
+        blocks = [max(MIN_BLOCK_D, triton.next_power_of_2(d)) for d in dims]
+        order = sorted(range(len(rows)), key=lambda t: (blocks[t], t))
+        key_begin, table_key, next_key = {}, [], 0
+        for t in order:
+            key_begin[t] = next_key
+            table_key.append(next_key)
+            next_key += rows[t]
+        columns, total_dim = [], 0
+        for t in feature_table:
+            columns.append(total_dim)
+            total_dim += dims[t]
+        buckets = []
+        for block_d in sorted(set(blocks)):
+            tables = [t for t in order if blocks[t] == block_d]
+            features = [f for f, t in enumerate(feature_table) if blocks[t] == block_d]
+            buckets.append(
+                Bucket(
+                    block_d=block_d,
+                    weight_vec=_vector([x for t in tables for x in (dims[t], weight_offsets[t])]),
+                    out_vec=_vector([total_dim] + [x for f in features for x in (columns[f], dims[feature_table[f]])]),
+                    features=torch.tensor(features, dtype=torch.int32, device=device),
+                    key_begin=key_begin[tables[0]],
+                    key_end=key_begin[tables[-1]] + rows[tables[-1]],
+                )
+            )
+
+        # The largest key, num_keys, marks lookups that have no row.
+        key_dtype = torch.int32 if next_key < 2**31 - 1 else torch.int64
+
+        def tensor(values: list, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)
+
+        return TableLayout(
+            feature_meta=tensor(
+                [[key_begin[t], rows[t], weight_offsets[t], dims[t], columns[f]] for f, t in enumerate(feature_table)]
+            ),
+            table_key=tensor(table_key + [next_key], key_dtype),
+            table_meta=tensor(
+                [[weight_offsets[t] - key_begin[t] * dims[t], state_offsets[t] - key_begin[t], dims[t]] for t in order]
+            ),
+            bucket_key=tensor([b.key_begin for b in buckets] + [next_key], key_dtype),
+            buckets=tuple(buckets),
+            num_features=len(feature_table),
+            num_tables=len(rows),
+            num_keys=next_key,
+            total_dim=total_dim,
+            max_block_d=max(blocks),
+            key_dtype=key_dtype,
+        )
+
+
+def _vector(values: list[int]) -> int:
+    """Largest power of two, 16 at most, that divides all values (elements)."""
+    return math.gcd(16, *values)
+
+
+def num_warps(block_d: int, rows: int) -> int:
+    return min(8, max(1, block_d * rows // WARP_TILE))
+
+
+def tile_rows(block_d: int, elements: int = WARP_TILE, most: int = 32) -> int:
+    """Rows of a tile of about `elements` elements, at least 1 and at most `most`."""
+    return max(1, min(most, elements // block_d))
+
+
+@functools.lru_cache(maxsize=None)
+def num_sms(device: torch.device) -> int:
+    """Multiprocessors of the device; 1 on CPU, where the interpreter runs one program after another."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@triton.jit
+def find_table(key, table_key, num_tables, STEPS: tl.constexpr):
+    """Index of the table that holds a row key: the last t with table_key[t] <= key. STEPS >= log2(num_tables)."""
+    low = 0
+    high = num_tables - 1
+    for _ in range(STEPS):
+        middle = (low + high + 1) // 2
+        below = tl.load(table_key + middle) <= key
+        low = tl.where(below, middle, low)
+        high = tl.where(below, high, middle - 1)
+    return low
+
+
+@triton.jit
+def random_bits(seed, row, d):
+    """32 random bits for each element of rows `row` [R, 1] and columns `d` [1, D].
+
+    A Philox draw a row and a multiplicative mix a column: each element is uniform over the seeds, which is what makes
+    rounding unbiased, for five instructions an element instead of Philox's forty.
+    """
+    bits = tl.randint(seed, row).to(tl.uint32, bitcast=True) + d.to(tl.uint32) * 0x9E3779B9
+    bits ^= bits >> 15
+    bits *= 0x2C1B3C6D
+    return bits ^ (bits >> 16)
+
+
+@triton.jit
+def round_to(x, dtype: tl.constexpr, bits, STOCHASTIC: tl.constexpr):
+    """fp32 values rounded to `dtype`, to nearest or, with `bits` of random_bits, stochastically (unbiased).
+
+    bf16 is rounded on its bit pattern because the interpreter's cast truncates. NaN and infinity stay what they are.
+    """
+    if dtype == tl.float32:
+        return x
+    if dtype == tl.bfloat16:
+        raw = x.to(tl.uint32, bitcast=True)
+        if STOCHASTIC:
+            up = bits & 0xFFFF
+        else:
+            up = 0x7FFF + ((raw >> 16) & 1)
+        finite = (raw & 0x7F800000) != 0x7F800000
+        raw = tl.where(finite, raw + up, raw | ((raw & 0x7FFFFF) != 0).to(tl.uint32) << 22)
+        return (raw >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    if STOCHASTIC:
+        # fp16 has 10 mantissa bits: 13 are dropped; below 2^-14 its spacing is fixed at 2^-24.
+        raw = x.to(tl.uint32, bitcast=True)
+        coarse = ((raw + (bits & 0x1FFF)) & 0xFFFFE000).to(tl.float32, bitcast=True)
+        noise = (bits & 0x1FFF).to(tl.float32) * (1.0 / 8192)
+        fine = tl.floor(x * 16777216.0 + noise) * (1.0 / 16777216.0)
+        finite = (raw & 0x7F800000) != 0x7F800000
+        x = tl.where(tl.abs(x) < 6.103515625e-05, fine, tl.where(finite, coarse, x))
+    return x.to(tl.float16)

@@ -1,0 +1,299 @@
+"""The id-only part of the backward: from bags of ids to runs, one run a row with all its lookups.
+
+linearize   every lookup gets a row key (which row of which table) and a source (which row of the output's gradient)
+sort        by row key, stable: lookups of one row become neighbours, in the order of the batch
+runs        each run of equal keys is put into a class by its length, the classes one after another, each in key order
+
+Lengths are judged by looking ahead in the sorted keys, never by a scan, so a run's class is known where it begins:
+  single  1 lookup                         short   2 to SHORT_RUN lookups
+  long    covers a whole aligned block of `block` lookups, whose partial sums are computed apart
+  medium  everything between
+Nothing is read back to the host: counts stay on the device, capacities follow from the number of ids.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from torchrec_triton.kernels.common import SOURCE_UNIT, TableLayout, find_table
+from torchrec_triton.kernels.forward import bag_range, feature_range
+
+SINGLE, SHORT, MEDIUM, LONG = range(4)
+CLASSES = 4
+SHORT_RUN = 4
+_TILE = 1024  # sorted keys a program
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Runs of a batch. R, the number of runs, is known to the device only; capacities are in brackets.
+
+    keys: sorted row keys [N]; lookups without a row (pruned or out of range) come last, with key num_keys.
+    source: gradient row of each sorted lookup, offset in SOURCE_UNIT elements [N].
+    scale: factor of each sorted lookup [N] fp32, or None where all are 1.
+    first, last: sorted positions [first, last) of each run [N]. For a single run `first` holds its source and `last`
+        the bits of its scale, which spares the update a level of indirection.
+    row_key, row_table: row key and table (bucket order) of each run [N].
+    bounds: runs of class c and bucket k are bounds[c, k] to bounds[c, k + 1]. [CLASSES, buckets + 1]
+    block: lookups of an aligned block.
+    """
+
+    keys: torch.Tensor
+    source: torch.Tensor
+    scale: torch.Tensor | None
+    first: torch.Tensor
+    last: torch.Tensor
+    row_key: torch.Tensor
+    row_table: torch.Tensor
+    bounds: torch.Tensor
+    block: int
+
+
+@triton.jit(
+    do_not_specialize=["batch_size", "num_ids", "num_bags", "no_row"],
+    do_not_specialize_on_alignment=["indices", "offsets", "sample_weights"],
+)
+def linearize_kernel(
+    keys,
+    source,
+    scale,
+    indices,
+    offsets,
+    sample_weights,
+    bag_output,
+    batch_offsets,
+    feature_meta,
+    batch_size,
+    num_ids,
+    num_bags,
+    total_dim,
+    no_row,  # the key of lookups that have none
+    UNIT: tl.constexpr,
+    BAGS: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    MEAN: tl.constexpr,
+    VBE: tl.constexpr,
+):
+    tiles = tl.cdiv(batch_size, BAGS)
+    feature = (tl.program_id(0) // tiles).to(tl.int64)
+    tile = tl.program_id(0) % tiles
+    first, count = feature_range(feature, batch_offsets, batch_size, VBE)
+    key_begin = tl.load(feature_meta + feature * 5)
+    rows = tl.load(feature_meta + feature * 5 + 1)
+    b = tile.to(tl.int64) * BAGS + tl.arange(0, BAGS)
+    live = b < count
+    begin, end = bag_range(offsets, first + b, live, num_ids)
+    if VBE:
+        row = tl.load(bag_output + first + b, mask=live, other=0)
+    else:
+        row = b * total_dim + tl.load(feature_meta + feature * 5 + 4)
+    row = (row // UNIT).to(source.dtype.element_ty)
+    longest = tl.max(end - begin, axis=0)
+    lane = tl.arange(0, POSITIONS)
+    for j in range(0, longest, POSITIONS):
+        at = begin[:, None] + j + lane[None, :]
+        inside = at < end[:, None]
+        ids = tl.load(indices + at, mask=inside, other=-1).to(tl.int64)
+        key = tl.where((ids >= 0) & (ids < rows), key_begin + ids, no_row)
+        tl.store(keys + at, key.to(keys.dtype.element_ty), mask=inside)
+        tl.store(source + at, tl.broadcast_to(row[:, None], [BAGS, POSITIONS]), mask=inside)
+        if WEIGHTED or MEAN:
+            factor = tl.full([BAGS, POSITIONS], 1.0, tl.float32)
+            if WEIGHTED:
+                factor = tl.load(sample_weights + at, mask=inside, other=0.0)
+            if MEAN:
+                factor /= tl.maximum(end - begin, 1).to(tl.float32)[:, None]
+            tl.store(scale + at, factor, mask=inside)
+    if tl.program_id(0) == 0:
+        # Ids before the first bag and after the last belong to no bag.
+        head = tl.minimum(tl.maximum(tl.load(offsets).to(tl.int64), 0), num_ids)
+        tail = tl.minimum(tl.maximum(tl.load(offsets + num_bags).to(tl.int64), 0), num_ids)
+        for i in range(0, head):
+            tl.store(keys + i, no_row.to(keys.dtype.element_ty))
+        for i in range(tail, num_ids):
+            tl.store(keys + i, no_row.to(keys.dtype.element_ty))
+
+
+@triton.jit
+def _key_at(keys, at, num_ids, other, mask):
+    return tl.load(keys + at, mask=mask & (at >= 0) & (at < num_ids), other=other)
+
+
+@triton.jit
+def _begin_class(keys, i, key, head, num_ids, SHORT_LEN: tl.constexpr, BLOCK: tl.constexpr):
+    """Class of the runs that begin at i (where `head`)."""
+    block = (i + BLOCK - 1) // BLOCK * BLOCK
+    several = head & (_key_at(keys, i + 1, num_ids, -1, head) == key)
+    more = several & (_key_at(keys, i + SHORT_LEN, num_ids, -1, several) == key)
+    whole = more & (_key_at(keys, block + BLOCK - 1, num_ids, -1, more) == key)
+    return several.to(tl.int32) + more.to(tl.int32) + whole.to(tl.int32)
+
+
+@triton.jit
+def _end_class(keys, i, key, end, num_ids, SHORT_LEN: tl.constexpr, BLOCK: tl.constexpr):
+    """Class of the runs that end before i (where `end`): the same questions asked from the other side."""
+    block = i // BLOCK * BLOCK
+    several = end & (_key_at(keys, i - 2, num_ids, -1, end) == key)
+    more = several & (_key_at(keys, i - 1 - SHORT_LEN, num_ids, -1, several) == key)
+    whole = more & (_key_at(keys, block - BLOCK, num_ids, -1, more) == key)
+    return several.to(tl.int32) + more.to(tl.int32) + whole.to(tl.int32)
+
+
+@triton.jit
+def _tile_positions(TILE: tl.constexpr, WIDE: tl.constexpr):
+    tile = tl.program_id(0)
+    if WIDE:
+        tile = tile.to(tl.int64)
+    return tile * TILE + tl.arange(0, TILE)
+
+
+@triton.jit(do_not_specialize=["num_ids", "num_tiles", "no_row"])
+def count_runs_kernel(
+    counts,
+    keys,
+    num_ids,
+    num_tiles,
+    no_row,
+    TILE: tl.constexpr,
+    WIDE: tl.constexpr,
+    SHORT_LEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """counts[c * num_tiles + tile] = runs of class c that begin in the tile."""
+    i = _tile_positions(TILE, WIDE)
+    key = _key_at(keys, i, num_ids, no_row, i >= 0)
+    head = (key != _key_at(keys, i - 1, num_ids, -1, i >= 0)) & (key < no_row)
+    kind = _begin_class(keys, i, key, head, num_ids, SHORT_LEN, BLOCK)
+    for c in tl.static_range(4):
+        tl.store(counts + c * num_tiles + tl.program_id(0), tl.sum((head & (kind == c)).to(tl.int32), axis=0))
+
+
+@triton.jit(do_not_specialize=["num_ids", "num_tiles", "no_row", "num_tables"])
+def write_runs_kernel(
+    first,
+    last,
+    row_key,
+    row_table,
+    bounds,
+    counted,  # inclusive sums of counts
+    keys,
+    source,
+    scale,
+    table_key,
+    bucket_key,
+    num_ids,
+    num_tiles,
+    no_row,
+    num_tables,
+    NUM_BUCKETS: tl.constexpr,
+    STEPS: tl.constexpr,
+    SCALED: tl.constexpr,
+    TILE: tl.constexpr,
+    WIDE: tl.constexpr,
+    SHORT_LEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Writes each run into its class, and where a run ends into the entry of the run that ends there."""
+    i = _tile_positions(TILE, WIDE)
+    reached = i <= num_ids
+    key = _key_at(keys, i, num_ids, no_row, reached)
+    previous = _key_at(keys, i - 1, num_ids, -1, reached)
+    change = reached & (key != previous)
+    head = change & (key < no_row)
+    ends = change & (previous >= 0)
+    kind = _begin_class(keys, i, key, head, num_ids, SHORT_LEN, BLOCK)
+    ended = _end_class(keys, i, previous, ends, num_ids, SHORT_LEN, BLOCK)
+
+    rank = tl.zeros([TILE], tl.int32)  # entry of the run that begins at i
+    ended_rank = tl.zeros([TILE], tl.int32)
+    for c in tl.static_range(4):
+        mine = (head & (kind == c)).to(tl.int32)
+        slot = c * num_tiles + tl.program_id(0)
+        before = tl.load(counted + slot - 1, mask=slot > 0, other=0) + tl.cumsum(mine, axis=0) - mine
+        rank = tl.where(kind == c, before, rank)
+        ended_rank = tl.where(ended == c, before - 1, ended_rank)
+        for k in tl.static_range(NUM_BUCKETS + 1):
+            base = tl.load(bucket_key + k)
+            crosses = reached & (previous < base) & (key >= base)
+            tl.store(bounds + c * (NUM_BUCKETS + 1) + k + tl.zeros([TILE], tl.int32), before, mask=crosses)
+
+    low = tl.min(key, axis=0)
+    high = tl.max(tl.where(head, key, -1), axis=0)
+    t = find_table(low, table_key, num_tables, STEPS)
+    table = tl.zeros([TILE], tl.int32) + t
+    t += 1
+    while (t < num_tables) & (tl.load(table_key + tl.minimum(t, num_tables - 1)) <= high):
+        table += (key >= tl.load(table_key + t)).to(tl.int32)
+        t += 1
+
+    single = head & (kind == 0)
+    begin = tl.where(single, tl.load(source + i, mask=single, other=0), i)
+    tl.store(first + rank, begin.to(first.dtype.element_ty), mask=head)
+    tl.store(row_key + rank, key.to(row_key.dtype.element_ty), mask=head)
+    tl.store(row_table + rank, table, mask=head)
+    if SCALED:
+        bits = tl.load(scale + i, mask=single, other=0.0).to(tl.int32, bitcast=True)
+        tl.store(last + rank, bits.to(last.dtype.element_ty), mask=single)
+    tl.store(last + ended_rank, i.to(last.dtype.element_ty), mask=ends & (ended > 0))
+
+
+def transpose(
+    layout: TableLayout,
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    sample_weights: torch.Tensor | None,
+    mean: bool,
+    batch_size: int,
+    bag_output: torch.Tensor | None,
+    batch_offsets: torch.Tensor | None,
+    output_size: int,
+    trusted_offsets: bool,
+) -> Runs:
+    """Runs of a batch.
+
+    indices [N], offsets [bags + 1], sample_weights [N] fp32 or None, output_size: elements of the output.
+    batch_size, bag_output, batch_offsets as for the forward. trusted_offsets: offsets don't decrease (they were checked).
+    """
+    device, num_ids = indices.device, indices.numel()
+    scaled = mean or sample_weights is not None
+    position = torch.int32 if num_ids < 2**31 - 2**20 else torch.int64
+    keys = torch.empty(num_ids, dtype=layout.key_dtype, device=device)
+    source = torch.empty(num_ids, dtype=torch.int32 if output_size // SOURCE_UNIT < 2**31 else torch.int64, device=device)
+    scale = torch.empty(num_ids, dtype=torch.float32, device=device) if scaled else None
+    if not trusted_offsets:
+        keys.fill_(layout.num_keys)
+    bags = 32
+    linearize_kernel[(layout.num_features * triton.cdiv(batch_size, bags),)](
+        keys, source, scale, indices, offsets, sample_weights, bag_output, batch_offsets, layout.feature_meta,
+        batch_size, num_ids, offsets.numel() - 1, layout.total_dim, layout.num_keys,
+        UNIT=SOURCE_UNIT, BAGS=bags, POSITIONS=8, WEIGHTED=sample_weights is not None, MEAN=mean,
+        VBE=bag_output is not None, num_warps=2,
+    )  # fmt: skip
+    keys, order = torch.sort(keys, stable=True)
+    source = source[order]
+    scale = scale[order] if scale is not None else None
+    del order
+
+    block = max(128, layout.max_block_d)
+    tiles = triton.cdiv(num_ids + 1, _TILE)
+    counts = torch.empty(CLASSES * tiles, dtype=torch.int32, device=device)
+    wide = position == torch.int64
+    shape = {"TILE": _TILE, "WIDE": wide, "SHORT_LEN": SHORT_RUN, "BLOCK": block, "num_warps": 4}
+    count_runs_kernel[(tiles,)](counts, keys, num_ids, tiles, layout.num_keys, **shape)
+    counted = counts.cumsum(0, dtype=position)
+    num_buckets = len(layout.buckets)
+    first = torch.empty(num_ids, dtype=torch.promote_types(position, source.dtype), device=device)
+    last = torch.empty(num_ids, dtype=position, device=device)
+    row_key = torch.empty(num_ids, dtype=layout.key_dtype, device=device)
+    row_table = torch.empty(num_ids, dtype=torch.int32, device=device)
+    bounds = torch.empty(CLASSES, num_buckets + 1, dtype=position, device=device)
+    write_runs_kernel[(tiles,)](
+        first, last, row_key, row_table, bounds, counted, keys, source, scale, layout.table_key, layout.bucket_key,
+        num_ids, tiles, layout.num_keys, layout.num_tables,
+        NUM_BUCKETS=num_buckets, STEPS=max(1, (layout.num_tables - 1).bit_length()), SCALED=scaled, **shape,
+    )  # fmt: skip
+    return Runs(keys, source, scale, first, last, row_key, row_table, bounds, block)

@@ -1,0 +1,357 @@
+"""FBGEMM's table-batched embedding with our forward and backward.
+
+The operator keeps FBGEMM's constructor, storage, state methods and input checks, so whatever knows FBGEMM's class knows this
+one: checkpoints, learning-rate calls, replica synchronisation. Only `forward` is ours, and where the kernels don't take a
+configuration, FBGEMM's own `forward` runs in its place: one call takes one path for its forward and its backward.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchrec_triton import _compat, support
+from torchrec_triton.kernels import ops
+from torchrec_triton.kernels.common import TableLayout
+
+_fbgemm = _compat.fbgemm_tbe()
+_Base: Any = _fbgemm.SplitTableBatchedEmbeddingBagsCodegen
+logger = logging.getLogger("torchrec_triton")
+
+_WEIGHT_DECAY = {"NONE": 0, "L2": 1, "DECOUPLE": 2}
+
+
+class TritonTableBatchedEmbeddingBags(_Base):
+    """Drop-in for FBGEMM's `SplitTableBatchedEmbeddingBagsCodegen` that runs Triton kernels where they can.
+
+    All keywords and defaults are FBGEMM's, with two additions:
+
+    Args:
+        embedding_specs: FBGEMM's (rows, dim, location, compute device) a table, or (rows, dim) for a table in the memory of
+            `device` (default: the current GPU, or the CPU where there is none).
+        strict: raise NotImplementedError, naming every reason, when the kernels can't take the configuration. By default
+            one line is logged and FBGEMM's path runs.
+
+    Attributes:
+        triton_reasons: why FBGEMM's path runs; empty when Triton runs.
+    """
+
+    def __init__(self, embedding_specs: Sequence[tuple], *args: Any, strict: bool = False, **kwargs: Any) -> None:
+        given = inspect.signature(_Base.__init__).bind(self, embedding_specs, *args, **kwargs).arguments
+        given = {key: value for key, value in given.items() if key not in ("self", "embedding_specs")}
+        specs = [_full_spec(spec, given.get("device")) for spec in embedding_specs]
+        extra = {}
+        if getattr(given.get("weights_precision"), "name", "") == "BF16" and "cache_precision" not in given:
+            # FBGEMM has no bf16 cache and refuses the default; no table here has a cache.
+            extra["cache_precision"] = _fbgemm.SparseType.FP32
+        super().__init__(specs, **given, **extra)
+        self._decide(given, strict)
+
+    @classmethod
+    def adopt(cls, tbe: torch.nn.Module, *, strict: bool = False) -> TritonTableBatchedEmbeddingBags:
+        """Turns an FBGEMM TBE into this class in place, keeping its storage and state, and returns it.
+
+        Raises:
+            TypeError: `tbe` is not an FBGEMM SplitTableBatchedEmbeddingBagsCodegen.
+            NotImplementedError: `strict` and the kernels can't take its configuration.
+        """
+        if type(tbe) is not _Base:
+            raise TypeError(f"adopt takes FBGEMM's SplitTableBatchedEmbeddingBagsCodegen, not {type(tbe).__name__}")
+        tbe.__class__ = cls
+        tbe._decide({}, strict)  # type: ignore[operator]
+        return tbe  # type: ignore[return-value]
+
+    def _decide(self, given: dict[str, Any], strict: bool) -> None:
+        """Fixes the path at construction from the configuration alone, so that all ranks decide alike."""
+        capability = None
+        if self.current_device.type == "cuda" and torch.cuda.is_available():
+            capability = torch.cuda.get_device_capability(self.current_device)
+        rows, dims, locations, _ = zip(*self.embedding_specs)
+        described = {
+            "optimizer": self.optimizer,
+            "weights_precision": self.weights_precision,
+            "output_dtype": _fbgemm.SparseType.from_int(self.output_dtype),
+            "pooling_mode": self.pooling_mode,
+            "weight_decay_mode": self.weight_decay_mode,
+            "max_norm": self.optimizer_args.max_norm,
+        }
+        passed = {k: v for k, v in given.items() if k not in ("device", "feature_table_map", *described)}
+        self.triton_reasons: list[str] = support.unsupported_reasons(
+            device_type=self.current_device.type,
+            interpreter=_compat.interpreter_enabled(),
+            capability=capability,
+            rows=rows,
+            dims=dims,
+            locations=locations,
+            **described,
+            **passed,
+        )
+        if problem := _compat.triton_problem():
+            self.triton_reasons.append(problem)
+        self._strict = strict
+        self._layout: TableLayout | None = None
+        if self.triton_reasons:
+            names = ", ".join(self.table_names or []) or f"{len(rows)} tables"
+            if strict:
+                raise NotImplementedError(f"Triton cannot run {names}: " + "; ".join(self.triton_reasons))
+            logger.warning("%s: FBGEMM's kernels run, because %s", names, "; ".join(self.triton_reasons))
+
+    @property
+    def uses_triton(self) -> bool:
+        """Whether calls take the Triton kernels."""
+        return not self.triton_reasons
+
+    def flat_weights(self) -> Tensor:
+        """All tables, flat and one after another, as they are now: callers may have replaced the storage."""
+        return (self.weights_host if self.use_cpu else self.weights_dev).detach()
+
+    def flat_state(self) -> Tensor:
+        """Row-wise state of all tables, flat, fp32; empty for SGD."""
+        return (self.momentum1_host if self.use_cpu else self.momentum1_dev).detach()
+
+    def layout(self) -> TableLayout:
+        """Where tables, states and output columns lie."""
+        device = self.current_device
+        if self._layout is None or self._layout.feature_meta.device != self.D_offsets.device:
+            rows, dims, _, _ = zip(*self.embedding_specs)
+            stateful = self.optimizer == _fbgemm.OptimType.EXACT_ROWWISE_ADAGRAD
+            self._layout = TableLayout.build(
+                rows=list(rows),
+                dims=list(dims),
+                weight_offsets=list(self.weights_physical_offsets),
+                state_offsets=list(self.momentum1_physical_offsets) if stateful else [0] * len(rows),
+                feature_table=self.feature_table_map,
+                device=self.D_offsets.device if device.type == "cuda" else device,
+            )
+        return self._layout
+
+    @torch.compiler.disable
+    def forward(
+        self,
+        indices: Tensor,
+        offsets: Tensor,
+        per_sample_weights: Tensor | None = None,
+        feature_requires_grad: Tensor | None = None,
+        batch_size_per_feature_per_rank: list[list[int]] | None = None,
+        total_unique_indices: int | None = None,
+        hash_zch_identities: Tensor | None = None,
+        hash_zch_runtime_meta: Tensor | None = None,
+        vbe_output: Tensor | None = None,
+        vbe_output_offsets: Tensor | None = None,
+    ) -> Tensor:
+        """Pooled rows of every bag.
+
+        Args:
+            indices: [N] int32 or int64, all features' ids one after another. -1 means pruned: no row.
+            offsets: [bags + 1] int32 or int64, feature-major; bag b of feature f is number f * B + b.
+            per_sample_weights: [N] floating point, the factor of each lookup; None or empty: all 1.
+            feature_requires_grad: [F], 0 where the weights of a feature want no gradient.
+            batch_size_per_feature_per_rank: VBE: F lists of one batch size a rank.
+            total_unique_indices, hash_zch_identities, hash_zch_runtime_meta: not needed by the supported optimizers.
+            vbe_output, vbe_output_offsets: VBE: a 1-D tensor to write into and, [ranks, F], where each block begins.
+
+        Returns:
+            [B, total dim]; under VBE 1-D, rank-major, then feature, then bag. `output_dtype`.
+
+        Raises:
+            ValueError: shapes that don't fit each other; the message names both numbers.
+        """
+        mean = self.pooling_mode == _fbgemm.PoolingMode.MEAN
+        if per_sample_weights is not None and per_sample_weights.numel() == 0:
+            per_sample_weights = None
+        weighted_mean = mean and per_sample_weights is not None
+        if weighted_mean and self._strict:
+            raise NotImplementedError(
+                "MEAN pooling with per-sample weights has no agreed meaning; pool with SUM, or strict=False"
+            )
+        if self.triton_reasons or weighted_mean:
+            return super().forward(
+                indices, offsets, per_sample_weights, feature_requires_grad, batch_size_per_feature_per_rank,
+                total_unique_indices, hash_zch_identities, hash_zch_runtime_meta, vbe_output, vbe_output_offsets,
+            )  # fmt: skip
+        self._check(indices, offsets, per_sample_weights, batch_size_per_feature_per_rank)
+        # FBGEMM's CPU path refuses a preallocated output, ours takes it on every device.
+        preallocated = {"vbe_output": vbe_output, "vbe_output_offsets": vbe_output_offsets}
+        indices, offsets, sample_weights, vbe = self.prepare_inputs(
+            indices.contiguous(), offsets.contiguous(), per_sample_weights, batch_size_per_feature_per_rank,
+            force_cast_input_types=True, prefetch_pipeline=False, **({} if self.use_cpu else preallocated),
+        )  # fmt: skip
+        layout = self.layout()
+        batch = ops.Batch(
+            indices=indices,
+            offsets=offsets,
+            sample_weights=None if sample_weights is None else sample_weights.contiguous(),
+            batch_size=(offsets.numel() - 1) // layout.num_features,
+            bag_output=None,
+            batch_offsets=None,
+            output_size=0,
+            mean=mean,
+            trusted_offsets=self.bounds_check_mode_int != _fbgemm.BoundsCheckMode.NONE.value,
+        )
+        if vbe.B_offsets is None:
+            shape: tuple[int, ...] = (batch.batch_size, layout.total_dim)
+            batch = replace(batch, output_size=batch.batch_size * layout.total_dim)
+        else:
+            block_output = vbe.output_offsets_feature_rank if vbe_output_offsets is None else vbe_output_offsets
+            bag_output = ops.bag_output_offsets(
+                layout, block_output, vbe.B_offsets, vbe.B_offsets_rank_per_feature, offsets.numel() - 1
+            )
+            shape = (vbe.output_size,)
+            size = vbe.output_size if vbe_output is None else vbe_output.numel()
+            batch = replace(
+                batch, batch_size=vbe.max_B, bag_output=bag_output, batch_offsets=vbe.B_offsets, output_size=size
+            )
+        output = vbe_output
+        if output is None:
+            dtype = _fbgemm.SparseType.from_int(self.output_dtype).as_dtype()
+            output = torch.empty(shape, dtype=dtype, device=indices.device)
+        self._count_step()
+        return _Lookup.apply(
+            self.placeholder_autograd_tensor, batch.sample_weights, vbe_output, output, self, batch, self._optimizer_now(),
+            feature_requires_grad,
+        )  # fmt: skip
+
+    def _check(
+        self, indices: Tensor, offsets: Tensor, sample_weights: Tensor | None, batch_sizes: list[list[int]] | None
+    ) -> None:
+        features, bags = len(self.feature_table_map), offsets.numel() - 1
+        for name, tensor in (("indices", indices), ("offsets", offsets), ("per_sample_weights", sample_weights)):
+            if tensor is None:
+                continue
+            if tensor.device != self.D_offsets.device:
+                raise ValueError(
+                    f"{name} is on {tensor.device}, the tables are on {self.D_offsets.device}; move it there"
+                )
+            if tensor.dim() != 1:
+                raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be 1-D")
+        for name, tensor in (("indices", indices), ("offsets", offsets)):
+            if tensor.dtype not in (torch.int32, torch.int64):
+                raise ValueError(
+                    f"{name} is {tensor.dtype}; it must be int32 or int64 (floating point loses odd values above 2^24)"
+                )
+        if sample_weights is not None and sample_weights.numel() != indices.numel():
+            raise ValueError(f"per_sample_weights has {sample_weights.numel()} values for {indices.numel()} indices")
+        if bags < 0:
+            raise ValueError("offsets is empty; it must hold the number of bags plus one")
+        if batch_sizes is None:
+            if bags % features:
+                raise ValueError(f"offsets describes {bags} bags, which {features} features can't share evenly")
+            return
+        if len(batch_sizes) != features:
+            raise ValueError(f"batch_size_per_feature_per_rank has {len(batch_sizes)} entries for {features} features")
+        if len({len(sizes) for sizes in batch_sizes}) != 1:
+            raise ValueError(
+                f"batch_size_per_feature_per_rank names {sorted({len(sizes) for sizes in batch_sizes})} ranks for different "
+                "features; each feature needs one batch size for every rank"
+            )
+        if any(size < 0 for sizes in batch_sizes for size in sizes):
+            raise ValueError(f"batch_size_per_feature_per_rank holds a negative batch size: {batch_sizes}")
+        total = sum(map(sum, batch_sizes))
+        if total != bags:
+            raise ValueError(f"batch_size_per_feature_per_rank adds up to {total} bags, offsets describes {bags}")
+
+    def _count_step(self) -> None:
+        """Advances FBGEMM's counters as its own forward does, so that they agree after a switch of kernels."""
+        self.step += 1
+        if self.optimizer == _fbgemm.OptimType.EXACT_ROWWISE_ADAGRAD:
+            self.iter_cpu = self.iter_cpu.cpu()
+            if self.iter_cpu.item() == 0:
+                self.iter_cpu.fill_(self.iter.cpu().item())
+            self.iter_cpu.add_(1)
+            self.iter.add_(1)
+
+    def _optimizer_now(self) -> ops.Optimizer:
+        args = self.optimizer_args
+        rounds = args.stochastic_rounding and self.weights_precision != _fbgemm.SparseType.FP32
+        return ops.Optimizer(
+            adagrad=self.optimizer == _fbgemm.OptimType.EXACT_ROWWISE_ADAGRAD,
+            learning_rate=float(self.get_learning_rate()),
+            eps=float(args.eps),
+            weight_decay=float(args.weight_decay),
+            weight_decay_mode=_WEIGHT_DECAY[self.weight_decay_mode.name],
+            max_gradient=float(args.max_gradient) if args.gradient_clipping else None,
+            stochastic_rounding=rounds,
+            seed=_draw_seed(self.D_offsets.device) if rounds and torch.is_grad_enabled() else 0,
+        )
+
+
+class _Lookup(torch.autograd.Function):
+    """The call between FBGEMM's front and the kernels. Weights and state are read from the module when kernels launch:
+    callers swap their storage between forward and backward."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        placeholder: Tensor,  # requires grad, so that a lookup without weights has a backward too
+        sample_weights: Tensor | None,
+        vbe_output: Tensor | None,
+        output: Tensor,
+        module: TritonTableBatchedEmbeddingBags,
+        batch: ops.Batch,
+        optimizer: ops.Optimizer,
+        wanted: Tensor | None,
+    ) -> Tensor:
+        ops.lookup(module.layout(), module.flat_weights(), batch, output)
+        ctx.module, ctx.optimizer, ctx.wanted = module, optimizer, wanted
+        ctx.writes_into_input = vbe_output is not None
+        ctx.save_for_backward(batch.indices, batch.offsets, sample_weights, batch.bag_output, batch.batch_offsets)
+        empty = batch.offsets.new_empty(0)
+        ctx.batch = replace(
+            batch, indices=empty, offsets=empty, sample_weights=None, bag_output=None, batch_offsets=None
+        )
+        if vbe_output is not None:
+            ctx.mark_dirty(vbe_output)
+            return vbe_output
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple:  # type: ignore[override]
+        module, optimizer = ctx.module, ctx.optimizer
+        indices, offsets, sample_weights, bag_output, batch_offsets = ctx.saved_tensors
+        batch = replace(
+            ctx.batch, indices=indices, offsets=offsets, sample_weights=sample_weights, bag_output=bag_output,
+            batch_offsets=batch_offsets,
+        )  # fmt: skip
+        grad = grad_output.contiguous()
+        weights, weight_grad = module.flat_weights(), None
+        if ctx.needs_input_grad[1]:
+            wanted = None if ctx.wanted is None else ctx.wanted.to(weights.device, torch.int32)
+            weight_grad = ops.sample_weight_grad(module.layout(), weights, grad, batch, wanted, optimizer.max_gradient)
+        ops.update(module.layout(), weights, module.flat_state(), grad, batch, optimizer)
+        return None, weight_grad, grad_output if ctx.writes_into_input else None, None, None, None, None, None
+
+
+def _full_spec(spec: tuple, device: Any) -> tuple:
+    if len(spec) == 4:
+        return tuple(spec)
+    if len(spec) != 2:
+        raise ValueError(
+            f"embedding_specs entry {spec!r}; allowed: (rows, dim) or (rows, dim, location, compute device)"
+        )
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if torch.device(device).type == "cpu":
+        return (*spec, _fbgemm.EmbeddingLocation.HOST, _fbgemm.ComputeDevice.CPU)
+    return (*spec, _fbgemm.EmbeddingLocation.DEVICE, _fbgemm.ComputeDevice.CUDA)
+
+
+def _draw_seed(device: torch.device) -> int:
+    """A seed for one step's stochastic rounding, from the device's default generator, which it advances.
+
+    Always between 2^62 and 2^63, so that the kernels see one integer type.
+    """
+    if device.type == "cuda":
+        generator = torch.cuda.default_generators[device.index or 0]
+        offset = generator.get_offset()
+        generator.set_offset(offset + 4)
+        mixed = (generator.initial_seed() * 0x9E3779B97F4A7C15 + offset) & (2**62 - 1)
+    else:
+        mixed = int(torch.randint(0, 2**62, (), dtype=torch.int64))
+    return 2**62 | mixed
