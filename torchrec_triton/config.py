@@ -5,6 +5,7 @@ A wrong file is answered with its path, the key, the nearest valid key and the a
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
@@ -109,8 +110,8 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """batch_size: samples a step; history: purchases kept in a bag, the latest first to stay;
-    half_life_days: age at which a purchase weighs one half; validation_share, test_share: of each user's orders, by time."""
+    """batch_size: samples a step; history: length of the longest bag, of which the latest part is kept;
+    half_life_days: age at which a lookup weighs one half; validation_share, test_share: of the samples, by time."""
 
     batch_size: Count = 512
     history: Count = 100
@@ -154,6 +155,10 @@ class Config:
         """The compute kernel that this configuration asks for a table: the first matching rule, or the default."""
         matching = (rule.compute_kernel for rule in self.rules if fnmatchcase(table, rule.tables))
         return next(matching, self.compute_kernel)
+
+    def kernels(self) -> dict[str, str]:
+        """Table -> the compute kernel that is asked for it, as `make_planner` takes them."""
+        return {table.name: self.kernel_of(table.name) for table in self.model.tables}
 
     def operator_keywords(self) -> dict[str, Any]:
         """The optimizer and fused_params as FBGEMM's keywords, enum members still by name."""
@@ -215,10 +220,8 @@ def _convert(hint: Any, value: Any, at: str) -> Any:
     if is_dataclass(hint):
         return build(hint, value, at)  # type: ignore[arg-type]
     if hint is float and isinstance(value, (int, str)) and not isinstance(value, bool):
-        try:
+        with contextlib.suppress(ValueError):  # answered below
             value = float(value)  # YAML 1.1 reads 1e-8 as a string
-        except ValueError:
-            pass
     kind = Mapping if origin is not None else hint
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         names = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
