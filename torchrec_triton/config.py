@@ -234,7 +234,7 @@ def _choices(given: Any, allowed: Iterable[str]) -> str:
     lower = {name.lower(): name for name in allowed}
     near = difflib.get_close_matches(str(given).lower(), lower, n=1)
     hint = f"did you mean {lower[near[0]]}? " if near else ""
-    return f"{hint}Allowed: {', '.join(allowed)}"
+    return f"{hint}allowed: {', '.join(allowed)}"
 
 
 def _distinct(at: str, names: list[str]) -> None:

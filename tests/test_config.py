@@ -1,0 +1,138 @@
+"""Configuration files: what is read, and what a wrong one is told."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from torchrec_triton.config import Config, ConfigError, load_config
+
+ROOT = Path(__file__).parents[1]
+SMALLEST = "model: {tables: [{name: user, rows: 10, dim: 8}, {name: item_a, rows: 20, dim: 4}]}\n"
+
+
+@pytest.fixture
+def read(tmp_path):
+    def read_text(text: str) -> Config:
+        path = tmp_path / "run.yaml"
+        path.write_text(text)
+        return load_config(path)
+
+    return read_text
+
+
+def test_every_shipped_config_is_valid():
+    paths = sorted((ROOT / "configs").glob("*.yaml"))
+    demo = next(path for path in paths if path.name == "demo.yaml")
+    assert load_config(demo).compute_kernel == "auto"
+
+
+def test_defaults(read):
+    config = read(SMALLEST)
+    assert config.kernels() == {"user": "auto", "item_a": "auto"}
+    assert config.model.tables[0].features == ("user",)
+    assert (config.model.tables[1].pooling, config.model.tables[1].data_type) == ("SUM", "FP32")
+    assert config.operator_keywords() == {"optimizer": "EXACT_ROWWISE_ADAGRAD", "learning_rate": 0.01, "eps": 1e-8}
+
+
+def test_frozen_and_keyword_only(read):
+    config = read(SMALLEST)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.steps = 2  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        Config(config.model)  # type: ignore[misc]
+
+
+def test_the_first_matching_rule_decides(read):
+    config = read(
+        SMALLEST
+        + "compute_kernel: fused\n"
+        + "rules: [{tables: item_*, compute_kernel: fused_triton}, {tables: '*_a', compute_kernel: auto}]\n"
+    )
+    assert config.kernels() == {"user": "fused", "item_a": "fused_triton"}
+
+
+def test_numbers_without_a_dot_before_the_exponent_are_numbers(read):
+    assert read(SMALLEST + "optimizer: {eps: 1e-6, learning_rate: 1}\n").optimizer.eps == 1e-6
+
+
+def test_fused_params_become_fbgemm_members(read):
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+    from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
+
+    config = read(SMALLEST + "optimizer: {name: EXACT_SGD}\nfused_params: {weight_decay_mode: L2, max_gradient: 1.5}\n")
+    assert config.torchrec_fused_params() == {
+        "optimizer": EmbOptimType.EXACT_SGD,
+        "learning_rate": 0.01,
+        "eps": 1e-8,
+        "weight_decay_mode": WeightDecayMode.L2,
+        "max_gradient": 1.5,
+    }
+
+
+def test_every_optimizer_name_is_fbgemms():
+    from typing import get_args
+
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+
+    from torchrec_triton.config import OptimizerName
+
+    assert set(get_args(OptimizerName)) <= set(EmbOptimType.__members__)
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        (SMALLEST + "compute_kernal: fused", ["compute_kernal", "did you mean compute_kernel?", "rules", "steps"]),
+        (SMALLEST + "compute_kernel: fused_tritton", ["compute_kernel", "did you mean fused_triton?", "auto, fused"]),
+        (SMALLEST + "compute_kernel: Fused_Triton", ["did you mean fused_triton?"]),
+        (SMALLEST + "steps: 0", ["steps", "0", "1 and above"]),
+        (SMALLEST + "steps: true", ["steps", "a whole number", "True"]),
+        (SMALLEST + "steps: 1.5", ["steps", "a whole number", "1.5"]),
+        (SMALLEST + "steps:", ["steps", "None"]),
+        (SMALLEST + "seed: -1", ["seed", "-1"]),
+        (SMALLEST + "optimizer: {learning_rate: fast}", ["optimizer.learning_rate", "a number", "'fast'"]),
+        (SMALLEST + "optimizer: {learning_rate: .nan}", ["optimizer.learning_rate", "nan"]),
+        (SMALLEST + "optimizer: {lr: 1}", ["optimizer.lr", "name, learning_rate, eps"]),
+        (SMALLEST + "optimizer: {name: ADAGRAD}", ["optimizer.name", "EXACT_ADAGRAD"]),
+        (SMALLEST + "optimizer: EXACT_SGD", ["optimizer", "keys and values", "'EXACT_SGD'"]),
+        (SMALLEST + "fused_params: {eps: 1.0}", ["fused_params.eps", "under optimizer"]),
+        (SMALLEST + "fused_params: [1]", ["fused_params", "keys and values"]),
+        (SMALLEST + "rules: [{tables: 'x*', compute_kernel: auto}]", ["rules[0].tables", "'x*'", "user, item_a"]),
+        (SMALLEST + "rules: {tables: user}", ["rules", "a list"]),
+        (SMALLEST + "data: {validation_share: 0.5, test_share: 0.5}", ["validation_share", "test_share", "below 1"]),
+        (SMALLEST + "data: {test_share: 1}", ["data.test_share", "below 1"]),
+        (SMALLEST + SMALLEST, ["model", "more than once"]),
+        ("steps: 3", ["model", "missing"]),
+        ("", ["the file", "keys and values"]),
+        ("model: {tables: [{name: a, rows: 3}]}", ["model.tables[0].dim", "missing"]),
+        ("model: {tables: [{name: a, rows: 3, dim: 6}]}", ["model.tables[0].dim", "6", "multiples of 4"]),
+        ("model: {tables: [{name: a, rows: 3, dim: 4, data_type: FP64}]}", ["data_type", "FP32, FP16, BF16"]),
+        (
+            "model: {tables: [{name: a, rows: 3, dim: 4}, {name: a, rows: 3, dim: 4}]}",
+            ["name", "'a'", "more than once"],
+        ),
+        ("model: {tables: [{name: a, rows: 3, dim: 4, features: [f, f]}]}", ["features", "'f'", "more than once"]),
+        ("model: {tables: [}", ["run.yaml", "line 1"]),
+    ],
+)
+def test_a_wrong_file_is_told_the_key_and_what_is_allowed(read, text, parts):
+    with pytest.raises(ConfigError) as error:
+        read(text)
+    assert "run.yaml" in str(error.value)
+    for part in parts:
+        assert part in str(error.value)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml: No such file"):
+        load_config(tmp_path / "nowhere.yaml")
+
+
+def test_an_unknown_member_is_told_the_members(read):
+    with pytest.raises(
+        ConfigError, match=r"fused_params\.weight_decay_mode: 'DECOUPLED'.*did you mean DECOUPLE\?.*COWCLIP"
+    ):
+        read(SMALLEST + "fused_params: {weight_decay_mode: DECOUPLED}").torchrec_fused_params()

@@ -1,0 +1,104 @@
+"""The command `torchrec-triton`."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import logging
+import sys
+from collections.abc import Sequence
+
+from torchrec_triton import __version__
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status is 0 if all is well, 1 if a check failed, 2 for a wrong command line or file."""
+    parser = argparse.ArgumentParser(prog="torchrec-triton", description="Triton embedding tables for TorchRec.")
+    parser.add_argument("--version", action="version", version=f"torchrec_triton {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+
+    doctor = commands.add_parser("doctor", help="check the installed packages, the GPU and the compiler")
+    doctor.set_defaults(run=_doctor)
+
+    explain = commands.add_parser("explain", help="say which kernel each table of a configuration gets, and why")
+    explain.add_argument("config", help="a YAML file such as configs/demo.yaml")
+    explain.add_argument("--device", choices=("cuda", "cpu"), help="default: what this machine has")
+    explain.set_defaults(run=_explain)
+
+    options = parser.parse_args(arguments)
+    return int(options.run(options))
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    logging.disable(logging.ERROR)  # the report says it better than the log lines of a library that cannot be loaded
+    from torchrec_triton import doctor
+
+    report = doctor.examine()
+    print(report)
+    return 1 if report.problems else 0
+
+
+def _explain(options: argparse.Namespace) -> int:
+    """One line a table, below it every reason why it does not run on Triton."""
+    from torchrec_triton import _compat
+    from torchrec_triton.config import Config, ConfigError, load_config
+    from torchrec_triton.support import KEYS, unsupported_reasons
+
+    try:
+        config: Config = load_config(options.config)
+        for key in config.fused_params:
+            if key not in KEYS:
+                near = difflib.get_close_matches(key, KEYS, n=1)
+                hint = f"; did you mean {near[0]}?" if near else "; docs/support.md lists them"
+                raise ConfigError(f"{options.config}: fused_params.{key}: FBGEMM and TorchRec have no such key{hint}")
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    device_type, capability = _device(options.device)
+    interpreter = _compat.interpreter_enabled()
+    triton_problem = _compat.triton_problem()
+    print(f"{options.config} on {device_type}, Triton's interpreter {'on' if interpreter else 'off'}\n")
+    row = "{:<24}{:>14}{:>7}  {:<6}{:<6}{:<14}{}"
+    print(row.format("table", "rows", "dim", "type", "pool", "asked for", "gets"))
+    refused = 0
+    for table in config.model.tables:
+        asked = config.kernel_of(table.name)
+        reasons = unsupported_reasons(
+            device_type=device_type,
+            interpreter=interpreter,
+            capability=capability,
+            data_type=table.data_type,
+            pooling_mode=table.pooling,
+            weighted=config.model.weighted,
+            dims=(table.dim,),
+            rows=(table.rows,),
+            **config.operator_keywords(),
+        )
+        reasons += [triton_problem] if triton_problem else []
+        impossible = asked == "fused_triton" and bool(reasons)
+        refused += impossible
+        gets = "an error" if impossible else "fused" if asked == "fused" or reasons else "fused_triton"
+        print(row.format(table.name, f"{table.rows:,}", table.dim, table.data_type, table.pooling, asked, gets))
+        if asked == "fused":
+            reasons = ["the configuration asks for fused"]
+        for reason in reasons:
+            print(f"    {reason}")
+    if refused:
+        print(f"\n{refused} table(s) cannot have fused_triton: ask for auto or fused, or change what the reasons name.")
+    return 1 if refused else 0
+
+
+def _device(asked: str | None) -> tuple[str, tuple[int, int] | None]:
+    """(device type, compute capability or None), of this machine unless asked for by name."""
+    try:
+        import torch
+
+        here = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    except ImportError:
+        here = None
+    device_type = asked or ("cuda" if here else "cpu")
+    return device_type, here if device_type == "cuda" else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
