@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from torchrec_triton.kernels import backward, forward, transpose
-from torchrec_triton.kernels.common import SOURCE_UNIT, TableLayout, num_sms, num_warps, tile_rows
+from torchrec_triton.kernels.common import SOURCE_UNIT, Bucket, TableLayout, num_sms, num_warps, tile_rows
 
 SUPER = 64  # blocks of a super block
 _LONG_ROWS = 4  # times more lookups in flight for the few, long runs
@@ -83,6 +83,12 @@ def bag_output_offsets(
     return bag_output
 
 
+def _out_vec(bucket: Bucket, batch: Batch) -> int:
+    """What every bag's output offset is a multiple of. Under VBE a block follows blocks of any number of bags and any
+    dim, of other operators too (vbe_output_offsets), and only a multiple of 4 is common to all dims."""
+    return bucket.out_vec if batch.bag_output is None else 4
+
+
 def lookup(layout: TableLayout, weights: torch.Tensor, batch: Batch, output: torch.Tensor) -> None:
     """Writes the pooled rows of all bags. output: [B, total_dim], or 1-D under VBE; fp32, fp16 or bf16."""
     if batch.offsets.numel() <= 1:
@@ -98,7 +104,7 @@ def lookup(layout: TableLayout, weights: torch.Tensor, batch: Batch, output: tor
                 output, weights, batch.indices, batch.offsets, batch.sample_weights, batch.bag_output, batch.batch_offsets,
                 bucket.features, layout.feature_meta, batch.batch_size, batch.indices.numel(), layout.total_dim,
                 BAGS=bags, LOOK=rows, SHORT=4 if bags > 1 else 0, BLOCK_D=bucket.block_d,
-                WEIGHT_VEC=bucket.weight_vec, OUT_VEC=bucket.out_vec,
+                WEIGHT_VEC=bucket.weight_vec, OUT_VEC=_out_vec(bucket, batch),
                 ACC=tl.float64 if weights.dtype == torch.float32 else tl.float32,
                 WEIGHTED=batch.sample_weights is not None, MEAN=batch.mean, VBE=batch.bag_output is not None,
                 num_warps=num_warps(bucket.block_d, rows),
@@ -127,7 +133,7 @@ def sample_weight_grad(
                 weight_grad, weights, grad, batch.indices, batch.offsets, batch.bag_output, batch.batch_offsets,
                 bucket.features, layout.feature_meta, wanted, batch.batch_size, batch.indices.numel(), layout.total_dim,
                 0.0 if max_gradient is None else max_gradient,
-                BAGS=bags, BLOCK_D=bucket.block_d, WEIGHT_VEC=bucket.weight_vec, OUT_VEC=bucket.out_vec,
+                BAGS=bags, BLOCK_D=bucket.block_d, WEIGHT_VEC=bucket.weight_vec, OUT_VEC=_out_vec(bucket, batch),
                 MASKED=wanted is not None, VBE=batch.bag_output is not None, CLIP=max_gradient is not None,
                 num_warps=num_warps(bucket.block_d, bags),
             )  # fmt: skip
