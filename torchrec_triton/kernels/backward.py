@@ -111,8 +111,10 @@ def _step(w, g, state, state_at, live, dim, lr, eps, weight_decay, ADAGRAD: tl.c
             w = (1.0 - step * weight_decay)[:, None] * w
         if DECAY == 2:
             w = (1.0 - lr * weight_decay) * w
-        return w - step[:, None] * g
-    return w - lr * g
+        w -= step[:, None] * g
+    else:
+        w -= lr * g
+    return w
 
 
 @triton.jit(do_not_specialize=["seed"])
@@ -239,9 +241,9 @@ def sample_weight_grad_kernel(
     column = tl.load(feature_meta + feature * 5 + 4)
     d = tl.arange(0, BLOCK_D)
     b = (tl.program_id(0) % tiles).to(tl.int64) * BAGS + tl.arange(0, BAGS)
-    live = b < count
     if MASKED:
-        live &= tl.load(wanted + feature) != 0
+        count = tl.where(tl.load(wanted + feature) != 0, count, 0)
+    live = b < count
     begin, end = bag_range(offsets, first + b, live, num_ids)
     at = output_offset(first, b, live, bag_output, total_dim, column, VBE, OUT_VEC)[:, None] + d[None, :]
     g = tl.load(grad + at, mask=live[:, None] & (d < dim)[None, :], other=0.0).to(tl.float32)

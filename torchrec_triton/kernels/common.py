@@ -172,23 +172,21 @@ def round_to(x, dtype: tl.constexpr, bits, STOCHASTIC: tl.constexpr):
 
     bf16 is rounded on its bit pattern because the interpreter's cast truncates. NaN and infinity stay what they are.
     """
-    if dtype == tl.float32:
-        return x
+    raw = x.to(tl.uint32, bitcast=True)
+    finite = (raw & 0x7F800000) != 0x7F800000
     if dtype == tl.bfloat16:
-        raw = x.to(tl.uint32, bitcast=True)
         if STOCHASTIC:
             up = bits & 0xFFFF
         else:
             up = 0x7FFF + ((raw >> 16) & 1)
-        finite = (raw & 0x7F800000) != 0x7F800000
         raw = tl.where(finite, raw + up, raw | ((raw & 0x7FFFFF) != 0).to(tl.uint32) << 22)
-        return (raw >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    if STOCHASTIC:
-        # fp16 has 10 mantissa bits: 13 are dropped; below 2^-14 its spacing is fixed at 2^-24.
-        raw = x.to(tl.uint32, bitcast=True)
-        coarse = ((raw + (bits & 0x1FFF)) & 0xFFFFE000).to(tl.float32, bitcast=True)
-        noise = (bits & 0x1FFF).to(tl.float32) * (1.0 / 8192)
-        fine = tl.floor(x * 16777216.0 + noise) * (1.0 / 16777216.0)
-        finite = (raw & 0x7F800000) != 0x7F800000
-        x = tl.where(tl.abs(x) < 6.103515625e-05, fine, tl.where(finite, coarse, x))
-    return x.to(tl.float16)
+        x = (raw >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    elif dtype == tl.float16:
+        if STOCHASTIC:
+            # fp16 has 10 mantissa bits: 13 are dropped; below 2^-14 its spacing is fixed at 2^-24.
+            coarse = ((raw + (bits & 0x1FFF)) & 0xFFFFE000).to(tl.float32, bitcast=True)
+            noise = (bits & 0x1FFF).to(tl.float32) * (1.0 / 8192)
+            fine = tl.floor(x * 16777216.0 + noise) * (1.0 / 16777216.0)
+            x = tl.where(tl.abs(x) < 6.103515625e-05, fine, tl.where(finite, coarse, x))
+        x = x.to(tl.float16)
+    return x

@@ -28,9 +28,11 @@ def feature_range(feature, batch_offsets, batch_size, VBE: tl.constexpr):
     """First bag and number of bags of a feature. int64."""
     if VBE:
         first = tl.load(batch_offsets + feature).to(tl.int64)
-        return first, tl.load(batch_offsets + feature + 1).to(tl.int64) - first
-    size = batch_size.to(tl.int64)
-    return feature * size, size
+        count = tl.load(batch_offsets + feature + 1).to(tl.int64) - first
+    else:
+        count = batch_size.to(tl.int64)
+        first = feature * count
+    return first, count
 
 
 @triton.jit

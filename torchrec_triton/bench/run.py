@@ -1,0 +1,209 @@
+"""Measures the Triton operator beside FBGEMM's CUDA kernels, both in one process and interleaved.
+
+Each workload passes a gate first: from equal weights, two steps on both sides must give equal outputs, weights and state.
+Then times come from CUDA events with work queued ahead of the region, so that launch time is hidden; the host's time a call
+is a column of its own. Both sides have the same output dtype, rounding, bounds checks and eps. FBGEMM's side is its faster
+forward of two, deterministic mode off, and no gradient of weights that want none. Batches rotate.
+"""
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice, SplitTableBatchedEmbeddingBagsCodegen
+
+from torchrec_triton import _compat
+from torchrec_triton.bench.workloads import Batch, Workload, make_batch, real
+from torchrec_triton.module.tbe import TritonTableBatchedEmbeddingBags
+
+COUNTED = 11
+BATCHES = 3
+
+
+def _module(cls: Any, workload: Workload, precision: SparseType, stochastic: bool) -> Any:
+    specs = [(r, d, EmbeddingLocation.DEVICE, ComputeDevice.CUDA) for r, d in zip(workload.rows, workload.dims)]
+    return cls(
+        specs,
+        optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+        learning_rate=0.01,
+        eps=1e-8,
+        weights_precision=precision,
+        output_dtype=SparseType.FP32,
+        stochastic_rounding=stochastic,
+        device=torch.device("cuda", torch.cuda.current_device()),
+    )
+
+
+def _call(tbe: Any, batch: Batch) -> torch.Tensor:
+    wanted = None
+    if batch.weights is not None and not isinstance(tbe, TritonTableBatchedEmbeddingBags):
+        wanted = torch.zeros(len(tbe.feature_table_map), dtype=torch.int32, device=batch.indices.device)
+    return tbe(batch.indices, batch.offsets, batch.weights, feature_requires_grad=wanted)
+
+
+def _largest_difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Largest |a - b| of two flat tensors, in pieces: tables take most of the memory."""
+    a, b = a.reshape(-1), b.reshape(-1)
+    piece = 2**28
+    return max(
+        (float((a[i : i + piece].float() - b[i : i + piece].float()).abs().max()) for i in range(0, a.numel(), piece)),
+        default=0.0,
+    )
+
+
+def gate(ours: Any, theirs: Any, batches: list[Batch], grad: torch.Tensor) -> dict[str, float]:
+    """Two steps on both sides; relative differences of output, weights and state.
+
+    Raises:
+        AssertionError: a difference is above what fp32 sums in another order and one fp16 rounding explain.
+    """
+    result = {"output": 0.0, "weights": 0.0, "state": 0.0}
+    for batch in batches[:2]:
+        out, expected = _call(ours, batch), _call(theirs, batch)
+        scale = float(expected.detach().abs().max()) + 1e-30
+        result["output"] = max(result["output"], _largest_difference(out.detach(), expected.detach()) / scale)
+        out.backward(grad)
+        expected.backward(grad)
+        del out, expected
+    result["weights"] = _largest_difference(ours.weights_dev.detach(), theirs.weights_dev.detach())
+    state = theirs.momentum1_dev.detach()
+    result["state"] = _largest_difference(ours.momentum1_dev.detach(), state) / (float(state.max()) + 1e-30)
+    # One step moves a row by about the learning rate; fp16 rounds to 2^-11 of a value of at most 1.
+    assert result["output"] < 1e-5 and result["weights"] < 2e-3 and result["state"] < 1e-4, result
+    return result
+
+
+def _timed(tbe: Any, batch: Batch, grad: torch.Tensor, backlog: int) -> tuple[float, float]:
+    """Forward and backward (ms) with `backlog` cycles of work queued ahead."""
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+    torch.cuda._sleep(backlog)
+    marks[0].record()
+    out = _call(tbe, batch)
+    marks[1].record()
+    out.backward(grad)
+    marks[2].record()
+    torch.cuda.synchronize()
+    return marks[0].elapsed_time(marks[1]), marks[1].elapsed_time(marks[2])
+
+
+def _host(tbe: Any, batch: Batch, grad: torch.Tensor) -> tuple[float, float]:
+    """Host time (us) to enqueue a forward and a backward."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    out = _call(tbe, batch)
+    middle = time.perf_counter()
+    out.backward(grad)
+    end = time.perf_counter()
+    torch.cuda.synchronize()
+    return (middle - start) * 1e6, (end - middle) * 1e6
+
+
+def _memory(tbe: Any, batch: Batch, grad: torch.Tensor) -> int:
+    """Most bytes a backward takes beyond what was there before it."""
+    out = _call(tbe, batch)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out.backward(grad)
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def _quantiles(values: list[float]) -> dict[str, float]:
+    ordered = sorted(values)
+    return {"p50": statistics.median(ordered), "p10": ordered[len(ordered) // 10], "p90": ordered[-1 - len(ordered) // 10]}
+
+
+def measure(workload: Workload, precision: SparseType = SparseType.FP16, counted: int = COUNTED) -> dict[str, Any]:
+    """One row of the report: times in ms, host times in us, memory in bytes."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    batches = [make_batch(workload, seed, device) for seed in range(BATCHES)]
+    ours = _module(TritonTableBatchedEmbeddingBags, workload, precision, False)
+    theirs = _module(SplitTableBatchedEmbeddingBagsCodegen, workload, precision, False)
+    ours.weights_dev.detach().uniform_(-1.0, 1.0)
+    theirs.weights_dev.detach().copy_(ours.weights_dev.detach())
+    grad = torch.randn(workload.batch, sum(workload.dims), device=device)
+    row: dict[str, Any] = {"name": workload.name, "ids": batches[0].indices.numel(), "gate": gate(ours, theirs, batches, grad)}
+    del ours, theirs
+    gc.collect()
+    torch.cuda.empty_cache()
+    ours = _module(TritonTableBatchedEmbeddingBags, workload, precision, True)
+    theirs = _module(SplitTableBatchedEmbeddingBagsCodegen, workload, precision, True)
+    for tbe in (ours, theirs):
+        tbe.weights_dev.detach().uniform_(-1.0, 1.0)
+    times: dict[str, list[tuple[float, float]]] = {"triton": [], "fbgemm": [], "fbgemm2": []}
+    for i in range(counted + 2):
+        for side in times:
+            theirs.is_experimental = side == "fbgemm2"
+            tbe = ours if side == "triton" else theirs
+            forward, backward = _timed(tbe, batches[i % BATCHES], grad, 20_000_000)
+            if i >= 2:
+                times[side].append((forward, backward))
+    for side, pairs in times.items():
+        row[side] = {
+            "forward": _quantiles([f for f, _ in pairs]),
+            "backward": _quantiles([b for _, b in pairs]),
+            "sum": _quantiles([f + b for f, b in pairs]),
+        }
+    theirs.is_experimental = False
+    for side, tbe in (("triton", ours), ("fbgemm", theirs)):
+        host = [_host(tbe, batches[i % BATCHES], grad) for i in range(11)]
+        row[side]["host_forward_us"] = statistics.median(f for f, _ in host)
+        row[side]["host_backward_us"] = statistics.median(b for _, b in host)
+        row[side]["backward_bytes"] = _memory(tbe, batches[0], grad)
+    del ours, theirs, batches, grad
+    gc.collect()
+    torch.cuda.empty_cache()
+    return row
+
+
+def line(row: dict[str, Any]) -> str:
+    """The row as a line of a table."""
+    ours, theirs, theirs2 = row["triton"], row["fbgemm"], row["fbgemm2"]
+    forward = min(theirs["forward"]["p50"], theirs2["forward"]["p50"])
+    backward = min(theirs["backward"]["p50"], theirs2["backward"]["p50"])
+    f, b = ours["forward"]["p50"], ours["backward"]["p50"]
+    return (
+        f"| {row['name']:30s} | {f:8.3f} | {forward:8.3f} | {forward / f:5.2f} | {b:8.3f} | {backward:8.3f} | {backward / b:5.2f} "
+        f"| {(forward + backward) / (f + b):5.2f} | {ours['host_forward_us']:5.0f}/{theirs['host_forward_us']:5.0f} "
+        f"| {ours['host_backward_us']:5.0f}/{theirs['host_backward_us']:5.0f} "
+        f"| {ours['backward_bytes'] / 2**20:6.0f}/{theirs['backward_bytes'] / 2**20:6.0f} |"
+    )
+
+
+HEADER = (
+    "| workload | forward ms | FBGEMM | ratio | backward ms | FBGEMM | ratio | sum ratio | host fwd us | host bwd us | MiB bwd |\n"
+    "|---|---|---|---|---|---|---|---|---|---|---|"
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="comma-separated substrings of workload names")
+    parser.add_argument("--output", type=Path, default=None, help="JSON file for all figures")
+    parser.add_argument("--counted", type=int, default=COUNTED, help="counted runs a side")
+    args = parser.parse_args()
+    wanted = [w for w in args.only.split(",") if w]
+    rows = []
+    print({package: _compat.installed_version(package) for package in _compat.PACKAGES}, torch.cuda.get_device_name())
+    print(HEADER)
+    for workload in real():
+        if wanted and not any(w in workload.name for w in wanted):
+            continue
+        start = time.perf_counter()
+        rows.append(measure(workload, counted=args.counted))
+        print(line(rows[-1]), f" {time.perf_counter() - start:.0f}s", rows[-1]["gate"], flush=True)
+    if args.output:
+        args.output.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()
