@@ -11,6 +11,7 @@ from torchrec.distributed.batched_embedding_kernel import BatchedFusedEmbeddingB
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel, GroupedEmbeddingConfig
 from torchrec.distributed.types import ShardingEnv, ShardingType
 from torchrec.modules.embedding_configs import DataType
+
 from torchrec_triton.module.tbe import TritonTableBatchedEmbeddingBags
 
 

@@ -16,7 +16,11 @@ from torch import nn
 from torchrec.distributed.embedding_lookup import GroupedPooledEmbeddingsLookup
 from torchrec.distributed.embedding_sharding import EmbeddingSharding, EmbeddingShardingInfo
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel, GroupedEmbeddingConfig
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
+from torchrec.distributed.embeddingbag import (
+    EmbeddingBagCollectionSharder,
+    ShardedEmbeddingBagCollection,
+    replace_placement_with_meta_device,
+)
 from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
 from torchrec.distributed.sharding.cw_sharding import CwPooledEmbeddingSharding
 from torchrec.distributed.sharding.grid_sharding import GridPooledEmbeddingSharding
@@ -104,13 +108,13 @@ class TritonGridPooledEmbeddingSharding(_TritonLookup, GridPooledEmbeddingShardi
     _lookup_sharding_type = ShardingType.TABLE_ROW_WISE
 
 
-_TRITON_SHARDINGS: dict[type, type] = {
-    TwPooledEmbeddingSharding: TritonTwPooledEmbeddingSharding,
-    CwPooledEmbeddingSharding: TritonCwPooledEmbeddingSharding,
-    TwCwPooledEmbeddingSharding: TritonTwCwPooledEmbeddingSharding,
-    RwPooledEmbeddingSharding: TritonRwPooledEmbeddingSharding,
-    TwRwPooledEmbeddingSharding: TritonTwRwPooledEmbeddingSharding,
-    GridPooledEmbeddingSharding: TritonGridPooledEmbeddingSharding,
+_TRITON_SHARDINGS: dict[str, type[EmbeddingSharding]] = {
+    ShardingType.TABLE_WISE.value: TritonTwPooledEmbeddingSharding,
+    ShardingType.COLUMN_WISE.value: TritonCwPooledEmbeddingSharding,
+    ShardingType.TABLE_COLUMN_WISE.value: TritonTwCwPooledEmbeddingSharding,
+    ShardingType.ROW_WISE.value: TritonRwPooledEmbeddingSharding,
+    ShardingType.TABLE_ROW_WISE.value: TritonTwRwPooledEmbeddingSharding,
+    ShardingType.GRID_SHARD.value: TritonGridPooledEmbeddingSharding,
 }
 
 
@@ -136,12 +140,24 @@ class TritonShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):
 
     @classmethod
     def create_embedding_bag_sharding(
-        cls, sharding_infos: list[EmbeddingShardingInfo], *args: Any, **kwargs: Any
+        cls,
+        sharding_infos: list[EmbeddingShardingInfo],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        permute_embeddings: bool = False,
+        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
     ) -> EmbeddingSharding:
-        sharding = super().create_embedding_bag_sharding(sharding_infos, *args, **kwargs)
-        # TorchRec has chosen the class and built it; ours add a method and no state, so the object can change class.
-        sharding.__class__ = _TRITON_SHARDINGS.get(type(sharding), type(sharding))
-        return sharding
+        sharding = _TRITON_SHARDINGS.get(sharding_infos[0].param_sharding.sharding_type)
+        if sharding is None:  # DATA_PARALLEL
+            return super().create_embedding_bag_sharding(
+                sharding_infos, env, device, permute_embeddings, qcomm_codecs_registry
+            )
+        if device is not None and device.type == "meta":
+            replace_placement_with_meta_device(sharding_infos)
+        by_column = (
+            {"permute_embeddings": permute_embeddings} if issubclass(sharding, CwPooledEmbeddingSharding) else {}
+        )
+        return sharding(sharding_infos, env, device, qcomm_codecs_registry=qcomm_codecs_registry, **by_column)
 
 
 def _refuse_unsupported(

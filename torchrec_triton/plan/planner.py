@@ -61,8 +61,8 @@ def with_compute_kernel(
     module, sharders: what the plan is for. Given, every setting of every table is judged here. Without them only what
     stands in the plan is (sharding type, device, shapes), and the sharder judges the rest when it shards.
 
-    `fused` and `fused_triton` are exchanged, and `dense` (what TorchRec's plan helpers give) on explicit request. Tables in
-    other kernels or replicated over ranks stay as they are; asking for `fused_triton` by name is refused for them.
+    `fused` and `fused_triton` are exchanged, and `dense` (what TorchRec's plan helpers give) on explicit request.
+    Tables in other kernels or replicated stay as they are, and asking for `fused_triton` by name is refused for them.
 
     Raises:
         ValueError: a kernel that is none of the three, or a glob that matches no table.

@@ -1,0 +1,105 @@
+"""Ranks for the tests of TorchRec's side: a pool of gloo processes that start once and run many cases.
+
+Starting a rank costs about eight seconds of imports, a case about one.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch import multiprocessing
+
+SECONDS_A_CASE = 75
+
+
+class Ranks:
+    """`world_size` processes in one gloo group.
+
+    run(function, *args) calls function(*args) on every rank and returns the results, rank 0 first. An error on any rank
+    is raised here with every rank's traceback; the processes are then replaced, as a collective may be half done.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._workers: list[tuple[Any, Any]] = []
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        if not self._workers:
+            self._start()
+        for _, connection in self._workers:
+            connection.send((function, args))
+        outcomes = [self._receive(rank, connection) for rank, (_, connection) in enumerate(self._workers)]
+        failures = [f"rank {rank}:\n{what}" for rank, (ok, what) in enumerate(outcomes) if not ok]
+        if failures:
+            self.close()
+            raise AssertionError("\n".join(failures))
+        return [result for _, result in outcomes]
+
+    def close(self) -> None:
+        for process, connection in self._workers:
+            connection.close()
+            process.terminate()
+            process.join()
+        self._workers = []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        store = os.path.join(tempfile.mkdtemp(prefix="torchrec_triton_ranks_"), "store")
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, self.world_size, store, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+
+    @staticmethod
+    def _receive(rank: int, connection: Any) -> tuple[bool, Any]:
+        try:
+            if connection.poll(SECONDS_A_CASE):
+                return connection.recv()
+            return False, f"no answer within {SECONDS_A_CASE} s"
+        except EOFError:
+            return False, "the process died"
+
+
+@functools.cache
+def ranks(world_size: int) -> Ranks:
+    """The one pool of this size in this process; its processes start at the first case and end with this one."""
+    return Ranks(world_size)
+
+
+def _serve(rank: int, world_size: int, store: str, connection: Any) -> None:
+    os.environ.update(
+        {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{world_size}", "LOCAL_WORLD_SIZE": f"{world_size}"}
+    )
+    torch.set_num_threads(1)
+    # Shorter than SECONDS_A_CASE, so that a rank left alone in a collective says so itself.
+    limit = timedelta(seconds=SECONDS_A_CASE - 30)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=limit)
+    while True:
+        try:
+            function, args = connection.recv()
+        except EOFError:
+            return
+        try:
+            outcome = (True, function(*args))
+        except BaseException:
+            outcome = (False, traceback.format_exc())
+        connection.send(outcome)
+
+
+def use_local_size(local_size: int) -> None:
+    """On a rank: count `local_size` ranks to a host from now on. TorchRec keeps its groups in module globals."""
+    from torchrec.distributed import comm
+
+    if os.environ["LOCAL_WORLD_SIZE"] != str(local_size):
+        os.environ["LOCAL_WORLD_SIZE"] = str(local_size)
+        comm._INTRA_PG = comm._CROSS_PG = None
