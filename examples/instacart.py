@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import gc
 import json
 import logging
 import os
@@ -51,7 +52,6 @@ from torchrec.modules.embedding_configs import DataType, PoolingType
 from torchrec.modules.mlp import MLP
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
-
 from tqdm import tqdm
 
 from torchrec_triton import TritonEmbeddingBagCollectionSharder, make_planner
@@ -419,7 +419,11 @@ def main() -> None:
             say(json.dumps(replay(config, purchases, arguments.replay)))
             return
         describe(purchases)
-        report = run_on_gpu(config, purchases) if gpu else run_on_cpu(config, purchases, arguments.config)
+        report = (
+            compare_kernels(config, purchases, torch.device("cuda"))
+            if gpu
+            else run_on_cpu(config, purchases, arguments.config)
+        )
         if arguments.report:
             arguments.report.write_text(json.dumps(report, indent=2) + "\n")
     finally:
@@ -490,15 +494,16 @@ def print_replay(replayed: list[dict[str, float]]) -> None:
     say("  The Triton kernels agree with FBGEMM's.")
 
 
-def run_on_gpu(config: Config, purchases: Purchases) -> dict[str, Any]:
+def compare_kernels(config: Config, purchases: Purchases, device: torch.device) -> dict[str, Any]:
     """Train with both kernels from the same weights, one after the other, and set them side by side."""
-    device = torch.device("cuda")
-    say(f"\nTraining {config.steps} steps of {config.data.batch_size} purchases on {torch.cuda.get_device_name()}")
+    where = torch.cuda.get_device_name() if device.type == "cuda" else "the CPU"
+    say(f"\nTraining {config.steps} steps of {config.data.batch_size} purchases on {where}, with each kernel")
     runs: dict[str, dict[str, float]] = {}
     scores = baselines(purchases)
     initial: dict[str, Tensor] = {}
     trained: dict[str, dict[str, Tensor]] = {}
     for kernel in KERNELS:
+        gc.collect()  # the model before: cycles in it would count in this one's memory
         trainer = Trainer(config, device, dict.fromkeys(config.kernels(), kernel))
         for name, value in trainer.weights().items():
             value.copy_(initial.setdefault(name, value.cpu().clone()))

@@ -242,6 +242,36 @@ def test_no_folder_of_ours_hides_a_package_that_we_need():
     assert not names & {"triton", "torch", "fbgemm_gpu", "torchrec", "numpy", "yaml"}
 
 
+README_SETTING = """
+import torch
+import torch.distributed as dist
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+device = torch.device("cpu")
+names = ["user_id", "item"]
+tables = [EmbeddingBagConfig(name=n, num_embeddings=1000, embedding_dim=8, feature_names=[n]) for n in names]
+model = torch.nn.Sequential(EmbeddingBagCollection(tables=tables, device=torch.device("meta")))
+"""
+README_CHECK = """
+features = KeyedJaggedTensor.from_lengths_sync(names, torch.tensor([1, 2, 3]), torch.tensor([2, 1]))
+model(features).values().sum().backward()
+print({table: sharding.compute_kernel for table, sharding in plan.plan["0"].items()})
+dist.destroy_process_group()
+"""
+
+
+def test_the_usage_in_the_readme_runs():
+    usage = (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    done = subprocess.run(
+        [sys.executable, "-c", README_SETTING + usage + README_CHECK],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "{'user_id': 'fused', 'item': 'fused_triton'}"
+
+
 def test_version(capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main(["--version"])

@@ -177,6 +177,36 @@ def test_the_run_learns_and_its_replay_agrees(demo, config, tmp_path):
     assert "steps" in done.stdout and "step/s" in done.stderr  # the progress bar
 
 
+COMPARE = """
+import dataclasses, json, sys
+sys.path.insert(0, sys.argv[1])
+import instacart as demo
+whole = demo.load_purchases(demo.data_file(), 0.1, 0.2)
+some = demo.Purchases(**{name: values[:300] for name, values in vars(whole).items()})
+config = demo.load_config(sys.argv[2])
+config = dataclasses.replace(config, steps=3, data=dataclasses.replace(config.data, batch_size=16, history=20))
+demo.dist.init_process_group("gloo", store=demo.dist.HashStore(), rank=0, world_size=1)
+print(json.dumps(demo.compare_kernels(config, some, demo.torch.device("cpu"))))
+demo.dist.destroy_process_group()
+"""
+
+
+def test_the_comparison_of_a_gpu_run(tmp_path):
+    """The same code on CPU tensors, a few steps of it in the interpreter."""
+    command = [sys.executable, "-c", COMPARE, str(EXAMPLE.parent), str(ROOT / "configs" / "demo.yaml")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    runs, scores = report["runs"], report["scores"]
+    assert report["weight_difference"] < 1e-4
+    assert runs["fused"]["train_loss"] == pytest.approx(runs["fused_triton"]["train_loss"], rel=1e-4)
+    assert scores["this model, fused"]["test_log_loss"] == pytest.approx(
+        scores["this model, fused_triton"]["test_log_loss"], rel=1e-4
+    )
+    assert min(run["step_ms"] for run in runs.values()) > 0
+
+
 def test_a_configuration_that_does_not_fit_the_data_is_refused(config, tmp_path):
     config["model"]["tables"][1]["rows"] = 1000
     done, _ = run(config, tmp_path)
