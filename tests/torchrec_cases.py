@@ -291,12 +291,28 @@ def assemble(shards: Iterable[tuple[list[int], Tensor]]) -> Tensor:
     return full
 
 
-def step(model: nn.Module, case: Case, number: int) -> dict[str, Tensor]:
-    features = batches(case, number, dist.get_rank())
-    out = model(jagged(case, features))
-    embeddings = out.to_dict()
-    loss = sum((embeddings[name] * part.grad).sum() for name, part in features.items())
-    loss.backward()
+def merged(parts: Sequence[Mapping[str, FeatureBatch]]) -> dict[str, FeatureBatch]:
+    """The batches of several ranks as one rank's, for cases without VBE."""
+    return {
+        name: FeatureBatch(
+            torch.cat([part[name].ids for part in parts]),
+            torch.cat([part[name].lengths for part in parts]),
+            torch.cat([part[name].weights for part in parts]),
+            torch.arange(sum(part[name].lengths.numel() for part in parts)),
+            torch.cat([part[name].grad for part in parts]) / len(parts),
+        )
+        for name in parts[0]
+    }
+
+
+def step(model: nn.Module, case: Case, number: int, ranks_merged: int = 1) -> dict[str, Tensor]:
+    """Forward and backward of this rank's batch; one rank alone can do the work of `ranks_merged`."""
+    if dist.get_world_size() == 1 and ranks_merged > 1:
+        features = merged([batches(case, number, rank) for rank in range(ranks_merged)])
+    else:
+        features = batches(case, number, dist.get_rank())
+    embeddings = model(jagged(case, features)).to_dict()
+    sum((embeddings[name] * part.grad).sum() for name, part in features.items()).backward()
     return {name: embeddings[name].detach().clone() for name in features}
 
 
