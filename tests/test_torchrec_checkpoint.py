@@ -1,4 +1,4 @@
-"""State dicts and distributed checkpoints: what `fused` writes `fused_triton` reads, and back, on other numbers of ranks."""
+"""State dicts and distributed checkpoints: `fused_triton` reads what `fused` writes, and back, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -105,20 +105,23 @@ def test_other_kernel_resumes(tmp_path: Path, saved_by: str, names: tuple[str, .
 
 
 @pytest.mark.parametrize(
-    "saved_by, loaded_by", [("fused", "fused_triton"), ("fused_triton", "fused"), ("fused_triton",) * 2]
+    "saved_by, loaded_by", [("fused", "fused_triton"), ("fused_triton", "fused"), ("fused_triton", "fused_triton")]
 )
-@pytest.mark.parametrize("before, after", [((2, "rw"), (1, "tw0")), ((2, "rw"), (2, "tw1")), ((1, "tw0"), (2, "rw"))])
+@pytest.mark.parametrize(
+    "before, after",  # ranks, shardings of two tables
+    [((2, "rw", "rw"), (1, "tw0", "tw0")), ((2, "rw", "rw"), (2, "tw0", "tw1")), ((1, "tw0", "tw0"), (2, "rw", "rw"))],
+)
 def test_other_number_of_ranks(
-    tmp_path: Path, before: tuple[int, str], after: tuple[int, str], saved_by: str, loaded_by: str
+    tmp_path: Path, before: tuple[int, str, str], after: tuple[int, str, str], saved_by: str, loaded_by: str
 ) -> None:
     """Three steps on the one, the fourth on the other; the global batch is the same."""
-    world, sharding = before
-    case = Case((Table("a", sharding, saved_by), Table("b", sharding, saved_by, rows=13, features=2)))
+    world, *shardings = before
+    case = Case((Table("a", shardings[0], saved_by), Table("b", shardings[1], saved_by, rows=13, features=2)))
     saved = ranks(world).run(train_and_save, case, str(tmp_path))
     want = ranks(world).run(load_and_step, case, str(tmp_path))
-    world, sharding = after
-    moved = replace(case, tables=tuple(replace(t, sharding=sharding, kernel=loaded_by) for t in case.tables))
-    got = ranks(world).run(load_and_step, moved, str(tmp_path))
+    world, *shardings = after
+    tables = [replace(t, sharding=to, kernel=loaded_by) for t, to in zip(case.tables, shardings, strict=True)]
+    got = ranks(world).run(load_and_step, replace(case, tables=tuple(tables)), str(tmp_path))
     for table in case.tables:
         for field in ("weights", "state"):
 
