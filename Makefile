@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 INSTALLED := $(VENV)/.installed-$(GPU)
-REQUIREMENTS := requirements/base.txt requirements/no-deps.txt requirements/$(GPU).txt requirements/no-deps-$(GPU).txt
+REQUIREMENTS := $(wildcard requirements/*.txt)
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-input
 
 .PHONY: demo test lint test-cpu test-gpu setup clean
