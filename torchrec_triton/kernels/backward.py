@@ -18,10 +18,14 @@ from torchrec_triton.kernels.forward import bag_range, feature_range, load_rows,
 
 
 @triton.jit
-def _load_grad(grad, source, valid, dim, d, max_gradient, UNIT: tl.constexpr, CLIP: tl.constexpr):
-    """Gradient rows [n, D] fp32 of n lookups, clipped element by element when CLIP."""
-    at = source.to(tl.int64)[:, None] * UNIT + d[None, :]
-    g = tl.load(grad + at, mask=valid[:, None] & (d[None, :] < dim), other=0.0).to(tl.float32)
+def _load_grad(
+    grad, source, valid, dim, d, max_gradient, UNIT: tl.constexpr, EXACT: tl.constexpr, CLIP: tl.constexpr
+):  # fmt: skip
+    """Gradient rows [n, D] fp32 of n lookups, clipped element by element when CLIP. EXACT: dim is the tile's width."""
+    mask = valid[:, None]
+    if not EXACT:
+        mask = mask & (d[None, :] < dim)
+    g = tl.load(grad + source.to(tl.int64)[:, None] * UNIT + d[None, :], mask=mask, other=0.0).to(tl.float32)
     if CLIP:
         g = tl.minimum(tl.maximum(g, -max_gradient), max_gradient)
     return g
@@ -30,17 +34,22 @@ def _load_grad(grad, source, valid, dim, d, max_gradient, UNIT: tl.constexpr, CL
 @triton.jit
 def _sum_lookups(
     acc, begin, end, longest, grad, source, scale, dim, d, max_gradient,
-    LOOK: tl.constexpr, UNIT: tl.constexpr, SCALED: tl.constexpr, CLIP: tl.constexpr,
+    LOOK: tl.constexpr, UNIT: tl.constexpr, EXACT: tl.constexpr, SCALED: tl.constexpr, CLIP: tl.constexpr,
 ):  # fmt: skip
     """acc [RUNS * LOOK, D] += gradients of the sorted lookups [begin, end) of each run. Either RUNS or LOOK is 1."""
     ROWS: tl.constexpr = acc.shape[0]
-    for j in range(0, longest, LOOK):
-        at = (begin[:, None] + j + tl.arange(0, LOOK)[None, :]).reshape(ROWS)
-        inside = at < (end if LOOK == 1 else tl.max(end, axis=0))
-        g = _load_grad(grad, tl.load(source + at, mask=inside, other=0), inside, dim, d, max_gradient, UNIT, CLIP)
+    at = (begin[:, None] + tl.arange(0, LOOK)[None, :]).reshape(ROWS)
+    stop = end if LOOK == 1 else tl.max(end, axis=0)
+    ahead = tl.load(source + at, mask=at < stop, other=0)
+    for _ in range(0, longest, LOOK):
+        inside = at < stop
+        now = ahead
+        ahead = tl.load(source + at + LOOK, mask=at + LOOK < stop, other=0)
+        g = _load_grad(grad, now, inside, dim, d, max_gradient, UNIT, EXACT, CLIP)
         if SCALED:
             g *= tl.load(scale + at, mask=inside, other=0.0)[:, None]
         acc += g
+        at += LOOK
     return acc
 
 
@@ -54,9 +63,9 @@ def _sum_blocks(acc, begin, end, partial, d, WIDTH: tl.constexpr):
     return acc
 
 
-@triton.jit(do_not_specialize=["num_ids", "num_tables", "key_begin", "key_end"])
+@triton.jit(do_not_specialize=["num_blocks", "num_tables", "key_begin", "key_end"])
 def partial_sums_kernel(
-    partial,  # fp32 [N // (BLOCK * SUPER or BLOCK), WIDTH]
+    partial,  # fp32 [num_blocks, WIDTH]
     keys,
     grad,
     source,
@@ -64,10 +73,12 @@ def partial_sums_kernel(
     blocks,  # the sums of the blocks, when SUPER > 1
     table_key,
     table_meta,
+    num_blocks,
     num_tables,
     key_begin,
     key_end,
     max_gradient,
+    GROUP: tl.constexpr,  # blocks a program looks at
     SUPER: tl.constexpr,  # 1: sum lookups into a block; else sum SUPER blocks
     BLOCK: tl.constexpr,
     LOOK: tl.constexpr,
@@ -75,24 +86,30 @@ def partial_sums_kernel(
     WIDTH: tl.constexpr,
     STEPS: tl.constexpr,
     UNIT: tl.constexpr,
+    EXACT: tl.constexpr,
     SCALED: tl.constexpr,
     CLIP: tl.constexpr,
 ):
     """Sum of each aligned block of sorted lookups that belongs to one run of this bucket; other entries are not written."""
-    block = tl.program_id(0).to(tl.int64)
-    begin = block * BLOCK * SUPER
-    key = tl.load(keys + begin)
-    if (key < key_begin) | (key >= key_end) | (tl.load(keys + begin + BLOCK * SUPER - 1) != key):
-        return
     d = tl.arange(0, BLOCK_D)
-    acc = tl.zeros([LOOK, BLOCK_D], tl.float32)
-    if SUPER > 1:
-        acc = _sum_blocks(acc, block * SUPER, (block + 1) * SUPER, blocks, d, WIDTH)
-    else:
-        dim = tl.load(table_meta + find_table(key, table_key, num_tables, STEPS) * 3 + 2) // UNIT * UNIT
-        start = tl.zeros([1], tl.int64) + begin
-        acc = _sum_lookups(acc, start, start + BLOCK, BLOCK, grad, source, scale, dim, d, max_gradient, LOOK, UNIT, SCALED, CLIP)
-    tl.store(partial + block * WIDTH + d, tl.sum(acc, axis=0))
+    candidate = tl.program_id(0).to(tl.int64) * GROUP + tl.arange(0, GROUP)
+    inside = candidate < num_blocks
+    key = tl.load(keys + candidate * (BLOCK * SUPER), mask=inside, other=-1)
+    same = key == tl.load(keys + candidate * (BLOCK * SUPER) + (BLOCK * SUPER - 1), mask=inside, other=-2)
+    whole = same & (key >= key_begin) & (key < key_end)
+    block = tl.min(tl.where(whole, candidate, num_blocks), axis=0)
+    while block < num_blocks:
+        acc = tl.zeros([LOOK, BLOCK_D], tl.float32)
+        if SUPER > 1:
+            acc = _sum_blocks(acc, block * SUPER, (block + 1) * SUPER, blocks, d, WIDTH)
+        else:
+            table = find_table(tl.load(keys + block * BLOCK), table_key, num_tables, STEPS)
+            dim = tl.load(table_meta + table * 3 + 2) // UNIT * UNIT
+            start = tl.zeros([1], tl.int64) + block * BLOCK
+            acc = _sum_lookups(acc, start, start + BLOCK, BLOCK, grad, source, scale, dim, d, max_gradient,
+                               LOOK, UNIT, EXACT, SCALED, CLIP)  # fmt: skip
+        tl.store(partial + block * WIDTH + d, tl.sum(acc, axis=0))
+        block = tl.min(tl.where(whole & (candidate > block), candidate, num_blocks), axis=0)
 
 
 @triton.jit
@@ -105,8 +122,8 @@ def _step(w, g, state, state_at, live, dim, lr, eps, weight_decay, ADAGRAD: tl.c
         m = tl.load(state + state_at, mask=live, other=0.0) + tl.sum(g2 * g2, axis=1) / dim.to(tl.float32)
         tl.store(state + state_at, m, mask=live)
         # A row without gradient under eps 0 divides 0 by 0: its step is 0, as it has no gradient.
-        denominator = tl.sqrt_rn(m) + eps
-        step = tl.where(denominator != 0, tl.div_rn(lr + tl.zeros_like(m), denominator), 0.0)
+        denominator = tl.sqrt(m) + eps
+        step = tl.where(denominator != 0, lr / denominator, 0.0)
         if DECAY == 1:
             w = (1.0 - step * weight_decay)[:, None] * w
         if DECAY == 2:
@@ -115,6 +132,15 @@ def _step(w, g, state, state_at, live, dim, lr, eps, weight_decay, ADAGRAD: tl.c
     else:
         w -= lr * g
     return w
+
+
+@triton.jit
+def _load_runs(first, last, row_key, row_table, run, runs_end):
+    live = run < runs_end
+    begin = tl.load(first + run, mask=live, other=0)
+    end = tl.load(last + run, mask=live, other=0)
+    key = tl.load(row_key + run, mask=live, other=0).to(tl.int64)
+    return begin, end, key, tl.load(row_table + run, mask=live, other=0)
 
 
 @triton.jit(do_not_specialize=["seed"])
@@ -144,6 +170,7 @@ def update_kernel(
     LOOK: tl.constexpr,
     BLOCK_D: tl.constexpr,
     VEC: tl.constexpr,
+    EXACT: tl.constexpr,
     UNIT: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -159,26 +186,32 @@ def update_kernel(
     runs_end = tl.load(bounds + KIND * (NUM_BUCKETS + 1) + BUCKET + 1)
     d = tl.arange(0, BLOCK_D)
     weight_type = weights.dtype.element_ty
-    for tile in range(runs_begin + tl.program_id(0) * RUNS, runs_end, tl.num_programs(0) * RUNS):
-        run = tile + tl.arange(0, RUNS)
+    # A tile's run descriptors are loaded while the tile before it is worked on.
+    run = runs_begin + tl.program_id(0) * RUNS + tl.arange(0, RUNS)
+    next_begin, next_end, next_key, next_table = _load_runs(first, last, row_key, row_table, run, runs_end)
+    for _ in range(runs_begin + tl.program_id(0) * RUNS, runs_end, tl.num_programs(0) * RUNS):
         live = run < runs_end
-        begin = tl.load(first + run, mask=live, other=0)
-        key = tl.load(row_key + run, mask=live, other=0).to(tl.int64)
-        meta = table_meta + tl.load(row_table + run, mask=live, other=0) * 3
-        dim = tl.load(meta + 2)
-        row_begin = (tl.load(meta) + key * dim) // VEC
-        mask = live[:, None] & (d[None, :] < (dim // VEC * VEC)[:, None])
-        at = row_begin[:, None] * VEC + d[None, :]
-        w = tl.load(weights + at, mask=mask, other=0.0).to(tl.float32)
-        row_dim = dim[:, None] // UNIT * UNIT
-        if KIND == 0:
-            g = _load_grad(grad, begin, live, row_dim, d, max_gradient, UNIT, CLIP)
-            if SCALED:
-                g *= tl.load(last + run, mask=live, other=0).to(tl.int32).to(tl.float32, bitcast=True)[:, None]
+        begin, end, key = next_begin, next_end, next_key
+        meta = table_meta + next_table * 3
+        run += tl.num_programs(0) * RUNS
+        next_begin, next_end, next_key, next_table = _load_runs(first, last, row_key, row_table, run, runs_end)
+        mask = live[:, None]
+        if EXACT:
+            dim = tl.full([RUNS], BLOCK_D, tl.int64)
         else:
-            end = tl.load(last + run, mask=live, other=0).to(begin.dtype)
+            dim = tl.load(meta + 2) // UNIT * UNIT
+            mask = mask & (d[None, :] < (dim // VEC * VEC)[:, None])
+        at = ((tl.load(meta) + key * dim) // VEC * VEC)[:, None] + d[None, :]
+        w = tl.load(weights + at, mask=mask, other=0.0).to(tl.float32)
+        row_dim = dim[:, None]
+        if KIND == 0:
+            g = _load_grad(grad, begin, live, row_dim, d, max_gradient, UNIT, EXACT, CLIP)
+            if SCALED:
+                g *= end.to(tl.int32).to(tl.float32, bitcast=True)[:, None]
+        else:
+            end = end.to(begin.dtype)
             acc = tl.zeros([RUNS * LOOK, BLOCK_D], tl.float32)
-            if KIND == 3:
+            if KIND == 4:
                 # Lookups before the first whole block, its blocks and super blocks, lookups after the last whole block.
                 head = tl.max(begin, axis=0)
                 tail = tl.max(end, axis=0)
@@ -189,15 +222,15 @@ def update_kernel(
                 left = tl.zeros([1], begin.dtype) + b0 * BLOCK
                 right = tl.zeros([1], begin.dtype) + b1 * BLOCK
                 acc = _sum_lookups(acc, begin, left, b0 * BLOCK - head, grad, source, scale, row_dim, d, max_gradient,
-                                   LOOK, UNIT, SCALED, CLIP)  # fmt: skip
+                                   LOOK, UNIT, EXACT, SCALED, CLIP)  # fmt: skip
                 acc = _sum_blocks(acc, b0, tl.minimum(s0 * SUPER, b1), blocks, d, WIDTH)
                 acc = _sum_blocks(acc, s0, s1, supers, d, WIDTH)
                 acc = _sum_blocks(acc, s1 * SUPER, b1, blocks, d, WIDTH)
                 acc = _sum_lookups(acc, right, end, tail - b1 * BLOCK, grad, source, scale, row_dim, d, max_gradient,
-                                   LOOK, UNIT, SCALED, CLIP)  # fmt: skip
+                                   LOOK, UNIT, EXACT, SCALED, CLIP)  # fmt: skip
             else:
                 acc = _sum_lookups(acc, begin, end, tl.max(end - begin, axis=0), grad, source, scale, row_dim, d, max_gradient,
-                                   LOOK, UNIT, SCALED, CLIP)  # fmt: skip
+                                   LOOK, UNIT, EXACT, SCALED, CLIP)  # fmt: skip
             g = acc if LOOK == 1 else tl.sum(acc, axis=0)[None, :]
         state_at = tl.load(meta + 1) + key
         w = _step(w, g, state, state_at, live, dim, lr, eps, weight_decay, ADAGRAD, DECAY)
@@ -227,6 +260,9 @@ def sample_weight_grad_kernel(
     BLOCK_D: tl.constexpr,
     WEIGHT_VEC: tl.constexpr,
     OUT_VEC: tl.constexpr,
+    EXACT: tl.constexpr,
+    TRUSTED: tl.constexpr,
+    WIDE: tl.constexpr,
     MASKED: tl.constexpr,
     VBE: tl.constexpr,
     CLIP: tl.constexpr,
@@ -236,21 +272,22 @@ def sample_weight_grad_kernel(
     feature = tl.load(features + tl.program_id(0) // tiles).to(tl.int64)
     first, count = feature_range(feature, batch_offsets, batch_size, VBE)
     rows = tl.load(feature_meta + feature * 5 + 1)
-    row_begin = tl.load(feature_meta + feature * 5 + 2) // WEIGHT_VEC
-    dim = tl.load(feature_meta + feature * 5 + 3) // WEIGHT_VEC * WEIGHT_VEC
-    column = tl.load(feature_meta + feature * 5 + 4)
     d = tl.arange(0, BLOCK_D)
+    table = weights + tl.load(feature_meta + feature * 5 + 2) // WEIGHT_VEC * WEIGHT_VEC + d[None, :]
+    dim = tl.load(feature_meta + feature * 5 + 3).to(tl.int32) // WEIGHT_VEC * WEIGHT_VEC
+    column = tl.load(feature_meta + feature * 5 + 4)
     b = (tl.program_id(0) % tiles).to(tl.int64) * BAGS + tl.arange(0, BAGS)
-    if MASKED:
-        count = tl.where(tl.load(wanted + feature) != 0, count, 0)
     live = b < count
+    if MASKED:
+        live &= tl.load(wanted + feature) != 0
     begin, end = bag_range(offsets, first + b, live, num_ids)
     at = output_offset(first, b, live, bag_output, total_dim, column, VBE, OUT_VEC)[:, None] + d[None, :]
     g = tl.load(grad + at, mask=live[:, None] & (d < dim)[None, :], other=0.0).to(tl.float32)
     if CLIP:
         g = tl.minimum(tl.maximum(g, -max_gradient), max_gradient)
-    for j in range(0, tl.max(end - begin, axis=0)):
-        inside = begin + j < end
-        ids = tl.load(indices + begin + j, mask=inside, other=-1).to(tl.int64)
-        row = load_rows(weights, row_begin, ids, (ids >= 0) & (ids < rows), dim, d, WEIGHT_VEC, tl.float32)
-        tl.store(weight_grad + begin + j, tl.sum(row * g, axis=1), mask=inside)
+    length = (end - begin).to(tl.int32)
+    ids = tl.load(indices + begin, mask=0 < length, other=-1)
+    for j in range(0, tl.max(length, axis=0)):
+        row = load_rows(table, ids, rows, dim, d, EXACT, TRUSTED, WIDE)
+        ids = tl.load(indices + begin + j + 1, mask=j + 1 < length, other=-1)
+        tl.store(weight_grad + begin + j, tl.sum(row.to(tl.float32) * g, axis=1), mask=j < length)

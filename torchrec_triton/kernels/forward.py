@@ -1,8 +1,9 @@
 """Pooled lookup: out[bag] = sum over its lookups of s_i * W[id_i], divided by the bag length for MEAN.
 
-A program takes `BAGS` neighbouring bags of one feature. If all of them are short it gives each bag a row of a [BAGS, D]
-tile and walks the bags side by side; otherwise it takes one bag after another with a [LOOK, D] tile, so that LOOK rows of a
-bag are in flight. Which way depends on the data alone, so equal inputs give equal bits.
+A tile of [BAGS * LOOK, D] rows walks BAGS neighbouring bags of one feature side by side, LOOK lookups of each at a step. Its
+rows are loaded one step ahead of their sum and their ids two, so that a warp always has a tile of rows in flight. Bags of very
+different lengths would leave most of the tile idle: then the program takes them one after another, the whole tile on one
+bag. Which way depends on the data alone, so equal inputs give equal bits.
 
 Sums are fp32 for fp16 and bf16 rows and fp64 for fp32 rows. Bytes that must move: the distinct rows, the ids, the output.
 """
@@ -46,13 +47,76 @@ def output_offset(first, b, live, bag_output, total_dim, column, VBE: tl.constex
 
 
 @triton.jit
-def load_rows(weights, row_begin, ids, valid, dim, d, VEC: tl.constexpr, ACC: tl.constexpr):
-    """Rows [n, D] of one table, widened; zeros where a lookup is not valid and beyond the row."""
-    at = (row_begin + ids * (dim // VEC))[:, None] * VEC + d[None, :]
-    return tl.load(weights + at, mask=valid[:, None] & (d < dim)[None, :], other=0.0).to(tl.float32).to(ACC)
+def row_offset(ids, rows, dim, TRUSTED: tl.constexpr, WIDE: tl.constexpr):
+    """Offsets of rows in their table (elements) and which ids have a row. TRUSTED: ids are below `rows`; WIDE: they may
+    pass 2^31. 32-bit products of trusted ids are one instruction."""
+    if TRUSTED:
+        narrow = ids if WIDE else ids.to(tl.int32)
+        valid = narrow >= 0
+    else:
+        valid = (ids >= 0) & (ids < rows)
+        narrow = ids if WIDE else ids.to(tl.int32)
+    return narrow.to(tl.int64) * dim.to(tl.int64), valid
 
 
-@triton.jit(do_not_specialize=["batch_size", "num_ids"], do_not_specialize_on_alignment=["indices", "offsets", "sample_weights"])
+@triton.jit
+def load_rows(table, ids, rows, dim, d, EXACT: tl.constexpr, TRUSTED: tl.constexpr, WIDE: tl.constexpr):
+    """Rows [n, D] of the table at pointers `table` [1, D] as they are stored; zeros where an id has no row and beyond the
+    row. EXACT: rows are as wide as the tile."""
+    begin, valid = row_offset(ids, rows, dim, TRUSTED, WIDE)
+    mask = valid[:, None]
+    if not EXACT:
+        mask = mask & (d < dim)[None, :]
+    return tl.load(table + begin[:, None], mask=mask, other=0.0)
+
+
+@triton.jit
+def _pool(
+    output, table, indices, sample_weights, bag_output, offsets, first, begin_bag, count, rows, dim, column, num_ids, total_dim, d,
+    BAGS: tl.constexpr, LOOK: tl.constexpr, OUT_VEC: tl.constexpr, ACC: tl.constexpr, EXACT: tl.constexpr,
+    TRUSTED: tl.constexpr, WIDE: tl.constexpr, WEIGHTED: tl.constexpr, MEAN: tl.constexpr, VBE: tl.constexpr,
+):  # fmt: skip
+    """Pools BAGS bags of one feature from `begin_bag` on and writes their output rows."""
+    BLOCK_D: tl.constexpr = d.shape[0]
+    lane = tl.arange(0, BAGS * LOOK)
+    b = begin_bag + lane // LOOK
+    begin, end = bag_range(offsets, first + b, b < count, num_ids)
+    length = (end - begin).to(tl.int32)
+    longest = tl.max(length, axis=0)
+    at = lane % LOOK
+    ids = tl.load(indices + begin + at, mask=at < length, other=-1)
+    row = load_rows(table, ids, rows, dim, d, EXACT, TRUSTED, WIDE)
+    ids = tl.load(indices + begin + at + LOOK, mask=at + LOOK < length, other=-1)
+    acc = tl.zeros([BAGS * LOOK, BLOCK_D], ACC)
+    for _ in range(0, longest, LOOK):
+        ahead = load_rows(table, ids, rows, dim, d, EXACT, TRUSTED, WIDE)
+        ids = tl.load(indices + begin + at + 2 * LOOK, mask=at + 2 * LOOK < length, other=-1)
+        wide = row.to(tl.float32).to(ACC)
+        if WEIGHTED:
+            wide *= tl.load(sample_weights + begin + at, mask=at < length, other=0.0)[:, None]
+        acc += wide
+        row = ahead
+        at += LOOK
+    if LOOK > 1:
+        acc = tl.sum(acc.reshape(BAGS, LOOK, BLOCK_D), axis=1)
+        b = begin_bag + tl.arange(0, BAGS)
+        if MEAN:
+            begin, end = bag_range(offsets, first + b, b < count, num_ids)
+            length = (end - begin).to(tl.int32)
+    if MEAN:
+        acc /= tl.maximum(length, 1).to(ACC)[:, None]
+    live = b < count
+    to = output_offset(first, b, live, bag_output, total_dim, column, VBE, OUT_VEC)[:, None] + d[None, :]
+    mask = live[:, None]
+    if not EXACT:
+        mask = mask & (d < dim)[None, :]
+    tl.store(output + to, round_to(acc.to(tl.float32), output.dtype.element_ty, 0, False), mask=mask)
+
+
+@triton.jit(
+    do_not_specialize=["batch_size", "num_ids"],
+    do_not_specialize_on_alignment=["indices", "offsets", "sample_weights"],
+)
 def tbe_fwd_kernel(
     output,
     weights,
@@ -68,65 +132,46 @@ def tbe_fwd_kernel(
     total_dim,
     BAGS: tl.constexpr,
     LOOK: tl.constexpr,
-    SHORT: tl.constexpr,
     BLOCK_D: tl.constexpr,
     WEIGHT_VEC: tl.constexpr,
     OUT_VEC: tl.constexpr,
     ACC: tl.constexpr,
+    EXACT: tl.constexpr,
+    TRUSTED: tl.constexpr,
+    WIDE: tl.constexpr,
     WEIGHTED: tl.constexpr,
     MEAN: tl.constexpr,
     VBE: tl.constexpr,
 ):
     tiles = tl.cdiv(batch_size, BAGS)
     feature = tl.load(features + tl.program_id(0) // tiles).to(tl.int64)
-    tile = tl.program_id(0) % tiles
+    begin_bag = (tl.program_id(0) % tiles).to(tl.int64) * BAGS
     first, count = feature_range(feature, batch_offsets, batch_size, VBE)
     rows = tl.load(feature_meta + feature * 5 + 1)
-    row_begin = tl.load(feature_meta + feature * 5 + 2) // WEIGHT_VEC
-    dim = tl.load(feature_meta + feature * 5 + 3) // WEIGHT_VEC * WEIGHT_VEC
-    column = tl.load(feature_meta + feature * 5 + 4)
     d = tl.arange(0, BLOCK_D)
-    out_type = output.dtype.element_ty
-
-    b = tile.to(tl.int64) * BAGS + tl.arange(0, BAGS)
-    live = b < count
-    begin, end = bag_range(offsets, first + b, live, num_ids)
-    length = end - begin
-    longest = tl.max(length, axis=0)
-    if longest <= SHORT:
-        acc = tl.zeros([BAGS, BLOCK_D], ACC)
-        for j in range(0, longest):
-            inside = j < length
-            ids = tl.load(indices + begin + j, mask=inside, other=-1).to(tl.int64)
-            row = load_rows(weights, row_begin, ids, (ids >= 0) & (ids < rows), dim, d, WEIGHT_VEC, ACC)
-            if WEIGHTED:
-                row *= tl.load(sample_weights + begin + j, mask=inside, other=0.0)[:, None]
-            acc += row
-        if MEAN:
-            acc /= tl.maximum(length, 1).to(ACC)[:, None]
-        at = output_offset(first, b, live, bag_output, total_dim, column, VBE, OUT_VEC)[:, None] + d[None, :]
-        mask = live[:, None] & (d < dim)[None, :]
-        tl.store(output + at, round_to(acc.to(tl.float32), out_type, 0, False), mask=mask)
-    else:
+    table = weights + tl.load(feature_meta + feature * 5 + 2) // WEIGHT_VEC * WEIGHT_VEC + d[None, :]
+    dim = tl.full((), BLOCK_D, tl.int32)
+    if not EXACT:
+        dim = tl.load(feature_meta + feature * 5 + 3).to(tl.int32) // WEIGHT_VEC * WEIGHT_VEC
+    column = tl.load(feature_meta + feature * 5 + 4)
+    uneven = False
+    if BAGS > 1:
+        b = begin_bag + tl.arange(0, BAGS)
+        begin, end = bag_range(offsets, first + b, b < count, num_ids)
+        length = end - begin
+        # Side by side takes `longest` steps of a tile; one after another a tile's worth of lookups a step, and two more a bag.
+        uneven = tl.max(length, axis=0) > (tl.sum(length, axis=0) // (BAGS * LOOK) + 2 * BAGS) * LOOK
+    if uneven:
         for k in range(0, BAGS):
-            b1 = tile.to(tl.int64) * BAGS + k
-            begin1, end1 = bag_range(offsets, first + b1, b1 < count, num_ids)
-            acc1 = tl.zeros([LOOK, BLOCK_D], ACC)
-            lane = tl.arange(0, LOOK)
-            ids1 = tl.load(indices + begin1 + lane, mask=begin1 + lane < end1, other=-1).to(tl.int64)
-            for i in range(begin1, end1, LOOK):
-                at1 = i + lane
-                ahead = tl.load(indices + at1 + LOOK, mask=at1 + LOOK < end1, other=-1).to(tl.int64)
-                row1 = load_rows(weights, row_begin, ids1, (ids1 >= 0) & (ids1 < rows), dim, d, WEIGHT_VEC, ACC)
-                if WEIGHTED:
-                    row1 *= tl.load(sample_weights + at1, mask=at1 < end1, other=0.0)[:, None]
-                acc1 += row1
-                ids1 = ahead
-            total = tl.sum(acc1, axis=0)
-            if MEAN:
-                total /= tl.maximum(end1 - begin1, 1).to(ACC)
-            at2 = output_offset(first, b1, b1 < count, bag_output, total_dim, column, VBE, OUT_VEC) + d
-            tl.store(output + at2, round_to(total.to(tl.float32), out_type, 0, False), mask=d < tl.where(b1 < count, dim, 0))
+            _pool(
+                output, table, indices, sample_weights, bag_output, offsets, first, begin_bag + k, count, rows, dim, column,
+                num_ids, total_dim, d, 1, BAGS * LOOK, OUT_VEC, ACC, EXACT, TRUSTED, WIDE, WEIGHTED, MEAN, VBE,
+            )  # fmt: skip
+    else:
+        _pool(
+            output, table, indices, sample_weights, bag_output, offsets, first, begin_bag, count, rows, dim, column, num_ids,
+            total_dim, d, BAGS, LOOK, OUT_VEC, ACC, EXACT, TRUSTED, WIDE, WEIGHTED, MEAN, VBE,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_features", "num_ranks"])

@@ -12,12 +12,10 @@ import torch
 import triton
 import triton.language as tl
 
-from torchrec_triton.kernels import backward, forward, transpose
+from torchrec_triton.kernels import backward, forward, transpose, tuning
 from torchrec_triton.kernels.common import SOURCE_UNIT, Bucket, TableLayout, num_sms, num_warps, tile_rows
 
 SUPER = 64  # blocks of a super block
-_LONG_ROWS = 4  # times more lookups in flight for the few, long runs
-_NO_DECAY, _L2, _DECOUPLE = range(3)
 
 
 @dataclass(frozen=True)
@@ -30,7 +28,7 @@ class Batch:
     batch_offsets: VBE only, [F + 1], first bag of each feature.
     output_size: elements of the output.
     mean: divide by the bag length.
-    trusted_offsets: the offsets were checked and don't decrease.
+    trusted: ids and offsets were checked: ids are below the rows of their table, offsets don't decrease.
     """
 
     indices: torch.Tensor
@@ -41,7 +39,7 @@ class Batch:
     batch_offsets: torch.Tensor | None
     output_size: int
     mean: bool
-    trusted_offsets: bool
+    trusted: bool
 
 
 @dataclass(frozen=True)
@@ -93,21 +91,25 @@ def lookup(layout: TableLayout, weights: torch.Tensor, batch: Batch, output: tor
     """Writes the pooled rows of all bags. output: [B, total_dim], or 1-D under VBE; fp32, fp16 or bf16."""
     if batch.offsets.numel() <= 1:
         return
-    bags_in_flight = 32 * num_sms(weights.device)
+    num_bags, num_ids = batch.offsets.numel() - 1, batch.indices.numel()
+    # As many programs as the device holds twice over, and no more lookups of a bag at a step than bags have.
+    enough = 2 * 32 * num_sms(weights.device)
+    longest_step = triton.next_power_of_2(max(1, num_ids // num_bags))
     with _on(weights.device):
         for bucket in layout.buckets:
-            rows = tile_rows(bucket.block_d)
-            # Several bags a program only where enough programs remain to fill the device.
-            bags = max(1, min(rows, bucket.num_features * batch.batch_size // (2 * bags_in_flight)))
-            bags = 1 << (bags.bit_length() - 1)
+            rows = tile_rows(bucket.block_d, tuning.TILES.forward // (2 if weights.dtype == torch.float32 else 1))
+            bags = rows
+            while bags > 1 and bucket.num_features * triton.cdiv(batch.batch_size, bags) < enough:
+                bags //= 2
+            look = min(rows // bags, longest_step)
             forward.tbe_fwd_kernel[(bucket.num_features * triton.cdiv(batch.batch_size, bags),)](
                 output, weights, batch.indices, batch.offsets, batch.sample_weights, batch.bag_output, batch.batch_offsets,
-                bucket.features, layout.feature_meta, batch.batch_size, batch.indices.numel(), layout.total_dim,
-                BAGS=bags, LOOK=rows, SHORT=4 if bags > 1 else 0, BLOCK_D=bucket.block_d,
-                WEIGHT_VEC=bucket.weight_vec, OUT_VEC=_out_vec(bucket, batch),
-                ACC=tl.float64 if weights.dtype == torch.float32 else tl.float32,
+                bucket.features, layout.feature_meta, batch.batch_size, num_ids, layout.total_dim,
+                BAGS=bags, LOOK=look, BLOCK_D=bucket.block_d, WEIGHT_VEC=bucket.weight_vec, OUT_VEC=_out_vec(bucket, batch),
+                ACC=tl.float64 if weights.dtype == torch.float32 else tl.float32, EXACT=bucket.exact,
+                TRUSTED=batch.trusted, WIDE=layout.wide_rows,
                 WEIGHTED=batch.sample_weights is not None, MEAN=batch.mean, VBE=batch.bag_output is not None,
-                num_warps=num_warps(bucket.block_d, rows),
+                num_warps=num_warps(bucket.block_d, bags * look),
             )  # fmt: skip
 
 
@@ -134,6 +136,7 @@ def sample_weight_grad(
                 bucket.features, layout.feature_meta, wanted, batch.batch_size, batch.indices.numel(), layout.total_dim,
                 0.0 if max_gradient is None else max_gradient,
                 BAGS=bags, BLOCK_D=bucket.block_d, WEIGHT_VEC=bucket.weight_vec, OUT_VEC=_out_vec(bucket, batch),
+                EXACT=bucket.exact, TRUSTED=batch.trusted, WIDE=layout.wide_rows,
                 MASKED=wanted is not None, VBE=batch.bag_output is not None, CLIP=max_gradient is not None,
                 num_warps=num_warps(bucket.block_d, bags),
             )  # fmt: skip
@@ -157,7 +160,7 @@ def update(
     with _on(weights.device):
         runs = transpose.transpose(
             layout, batch.indices, batch.offsets, batch.sample_weights, batch.mean, batch.batch_size, batch.bag_output,
-            batch.batch_offsets, batch.output_size, batch.trusted_offsets,
+            batch.batch_offsets, batch.output_size, batch.trusted,
         )  # fmt: skip
         _apply(layout, weights, state, grad, runs, optimizer)
 
@@ -176,34 +179,38 @@ def _apply(
     supers = torch.empty(num_ids // (block * SUPER), width, dtype=torch.float32, device=grad.device)
     clip = optimizer.max_gradient is not None
     max_gradient = optimizer.max_gradient if optimizer.max_gradient is not None else 0.0
-    shared = {"UNIT": SOURCE_UNIT, "WIDTH": width, "BLOCK": block, "SUPER": SUPER, "SCALED": runs.scale is not None, "CLIP": clip}
-    # Fewest lookups that a run of a class has, which bounds the number of runs.
-    shortest = {transpose.SINGLE: 1, transpose.SHORT: 2, transpose.MEDIUM: transpose.SHORT_RUN + 1, transpose.LONG: block}
+    shared = {"UNIT": SOURCE_UNIT, "WIDTH": width, "BLOCK": block, "SCALED": runs.scale is not None, "CLIP": clip}
+    steps = max(1, (layout.num_tables - 1).bit_length())
+    tiles = tuning.TILES
+    elements = (tiles.single, tiles.short, tiles.middle, tiles.medium, tiles.long)
     for index, bucket in enumerate(layout.buckets):
-        rows = tile_rows(bucket.block_d)
-        long_rows = tile_rows(bucket.block_d, 4096)
         for super_blocks, partial in ((1, blocks), (SUPER, supers)):
-            if partial.shape[0]:
-                backward.partial_sums_kernel[(partial.shape[0],)](
-                    partial, runs.keys, grad, runs.source, runs.scale, blocks, layout.table_key, layout.table_meta,
-                    layout.num_tables, bucket.key_begin, bucket.key_end, max_gradient,
-                    LOOK=rows, BLOCK_D=bucket.block_d, STEPS=max(1, (layout.num_tables - 1).bit_length()),
-                    **{**shared, "SUPER": super_blocks}, num_warps=num_warps(bucket.block_d, rows),
-                )  # fmt: skip
-        for kind in range(transpose.CLASSES):
-            most = num_ids // shortest[kind]
+            count = partial.shape[0]
+            if count == 0:
+                continue
+            # Hardly any block is whole where ids are many, so a program looks at several.
+            group = min(32, triton.next_power_of_2(max(1, count // (32 * num_sms(grad.device)))))
+            look = tile_rows(bucket.block_d, tiles.partial)
+            backward.partial_sums_kernel[(triton.cdiv(count, group),)](
+                partial, runs.keys, grad, runs.source, runs.scale, blocks, layout.table_key, layout.table_meta,
+                count, layout.num_tables, bucket.key_begin, bucket.key_end, max_gradient,
+                GROUP=group, SUPER=super_blocks, LOOK=look, BLOCK_D=bucket.block_d, STEPS=steps, EXACT=bucket.exact,
+                **shared, num_warps=num_warps(bucket.block_d, look),
+            )  # fmt: skip
+        for kind, shortest in enumerate(transpose.shortest_run(block)):
+            most = num_ids // shortest
             if most == 0:
                 continue
-            many = kind in (transpose.SINGLE, transpose.SHORT)
-            look = 1 if many else long_rows if kind == transpose.LONG else rows
-            tile = rows if many else 1
-            grid = min(triton.cdiv(most, tile), 64 * num_sms(weights.device))
+            rows = tile_rows(bucket.block_d, elements[kind])
+            # Up to middle length a run takes a row of the tile; longer runs take the whole tile.
+            abreast, look = (rows, 1) if kind <= transpose.MIDDLE else (1, rows)
+            grid = min(triton.cdiv(most, abreast), tiles.waves * num_sms(grad.device))
             backward.update_kernel[(grid,)](
                 weights, state, grad, runs.first, runs.last, runs.row_key, runs.row_table, runs.bounds, runs.source,
                 runs.scale, blocks, supers, layout.table_meta, optimizer.learning_rate, optimizer.eps,
                 optimizer.weight_decay, max_gradient, optimizer.seed,
-                KIND=kind, BUCKET=index, NUM_BUCKETS=len(layout.buckets), RUNS=tile, LOOK=look, BLOCK_D=bucket.block_d,
-                VEC=bucket.weight_vec, ADAGRAD=optimizer.adagrad, DECAY=optimizer.weight_decay_mode,
-                STOCHASTIC=optimizer.stochastic_rounding and weights.dtype != torch.float32,
-                **shared, num_warps=num_warps(bucket.block_d, look * tile),
+                KIND=kind, BUCKET=index, NUM_BUCKETS=len(layout.buckets), RUNS=abreast, LOOK=look, BLOCK_D=bucket.block_d,
+                VEC=bucket.weight_vec, EXACT=bucket.exact, ADAGRAD=optimizer.adagrad, DECAY=optimizer.weight_decay_mode,
+                STOCHASTIC=optimizer.stochastic_rounding and weights.dtype != torch.float32, SUPER=SUPER,
+                **shared, num_warps=num_warps(bucket.block_d, rows),
             )  # fmt: skip

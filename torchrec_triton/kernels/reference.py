@@ -142,7 +142,8 @@ def update_reference(
 
     EXACT_SGD: W -= lr * G; `states` is passed through and weight decay has no effect.
     EXACT_ROWWISE_ADAGRAD: m += mean(G'^2), step = lr / (sqrt(m) + eps), W = c * W - step * G, where G' = G + wd * W
-    under L2 and G otherwise, and c = 1 - step * wd under L2, 1 - lr * wd under DECOUPLE, 1 under NONE.
+    under L2 and G otherwise, and c = 1 - step * wd under L2, 1 - lr * wd under DECOUPLE, 1 under NONE. Where
+    sqrt(m) + eps is 0 (no gradient so far, eps 0), step is 0; FBGEMM's 0 / 0 makes such a row NaN.
     Raises ValueError for another optimizer or mode.
     """
     if optimizer not in ("EXACT_SGD", "EXACT_ROWWISE_ADAGRAD"):
@@ -161,7 +162,8 @@ def update_reference(
             continue
         squared = (gradient + weight_decay * weights if weight_decay_mode == "L2" else gradient) ** 2
         new_state = torch.where(hit, state + squared.mean(1), state)
-        step = (learning_rate / (new_state.sqrt() + eps))[:, None]
+        root = (new_state.sqrt() + eps)[:, None]
+        step = torch.where(root > 0, learning_rate / root, torch.zeros_like(root))
         decay = {"NONE": 0.0, "L2": step * weight_decay, "DECOUPLE": learning_rate * weight_decay}[weight_decay_mode]
         new_tables.append(torch.where(hit[:, None], (1.0 - decay) * weights - step * gradient, weights))
         new_states.append(new_state)

@@ -5,9 +5,8 @@ sort        by row key, stable: lookups of one row become neighbours, in the ord
 runs        each run of equal keys is put into a class by its length, the classes one after another, each in key order
 
 Lengths are judged by looking ahead in the sorted keys, never by a scan, so a run's class is known where it begins:
-  single  1 lookup                         short   2 to SHORT_RUN lookups
+  single  1 lookup        short  2 to SHORT_RUN        middle  to MIDDLE_RUN        medium  everything up to long
   long    covers a whole aligned block of `block` lookups, whose partial sums are computed apart
-  medium  everything between
 Nothing is read back to the host: counts stay on the device, capacities follow from the number of ids.
 """
 from __future__ import annotations
@@ -21,10 +20,11 @@ import triton.language as tl
 from torchrec_triton.kernels.common import SOURCE_UNIT, TableLayout, find_table
 from torchrec_triton.kernels.forward import bag_range, feature_range
 
-SINGLE, SHORT, MEDIUM, LONG = range(4)
-CLASSES = 4
+SINGLE, SHORT, MIDDLE, MEDIUM, LONG = range(5)
+CLASSES = 5
 SHORT_RUN = 4
-_TILE = 1024  # sorted keys a program
+MIDDLE_RUN = 32
+_TILE = 512  # sorted keys a program; counts of all classes are packed into one int64, 12 bits each
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,29 @@ class Runs:
     block: int
 
 
+@triton.jit
+def _linearize(
+    keys, source, scale, indices, sample_weights, begin, length, row, key_begin, rows, no_row,
+    POSITIONS: tl.constexpr, WEIGHTED: tl.constexpr, MEAN: tl.constexpr,
+):  # fmt: skip
+    """Keys, sources and scales of the lookups of a tile of bags, POSITIONS lookups of each bag at a step."""
+    lane = tl.arange(0, POSITIONS)[None, :]
+    for j in range(0, tl.max(length, axis=0), POSITIONS):
+        at = begin[:, None] + (j + lane)
+        inside = j + lane < length[:, None]
+        ids = tl.load(indices + at, mask=inside, other=-1).to(tl.int64)
+        key = tl.where((ids >= 0) & (ids < rows), key_begin + ids, no_row)
+        tl.store(keys + at, key.to(keys.dtype.element_ty), mask=inside)
+        tl.store(source + at, tl.broadcast_to(row[:, None], at.shape), mask=inside)
+        if WEIGHTED or MEAN:
+            factor = tl.full(at.shape, 1.0, tl.float32)
+            if WEIGHTED:
+                factor = tl.load(sample_weights + at, mask=inside, other=0.0)
+            if MEAN:
+                factor /= tl.maximum(length, 1).to(tl.float32)[:, None]
+            tl.store(scale + at, factor, mask=inside)
+
+
 @triton.jit(
     do_not_specialize=["batch_size", "num_ids", "num_bags", "no_row"],
     do_not_specialize_on_alignment=["indices", "offsets", "sample_weights"],
@@ -73,7 +96,6 @@ def linearize_kernel(
     no_row,  # the key of lookups that have none
     UNIT: tl.constexpr,
     BAGS: tl.constexpr,
-    POSITIONS: tl.constexpr,
     WEIGHTED: tl.constexpr,
     MEAN: tl.constexpr,
     VBE: tl.constexpr,
@@ -92,22 +114,12 @@ def linearize_kernel(
     else:
         row = b * total_dim + tl.load(feature_meta + feature * 5 + 4)
     row = (row // UNIT).to(source.dtype.element_ty)
-    longest = tl.max(end - begin, axis=0)
-    lane = tl.arange(0, POSITIONS)
-    for j in range(0, longest, POSITIONS):
-        at = begin[:, None] + j + lane[None, :]
-        inside = at < end[:, None]
-        ids = tl.load(indices + at, mask=inside, other=-1).to(tl.int64)
-        key = tl.where((ids >= 0) & (ids < rows), key_begin + ids, no_row)
-        tl.store(keys + at, key.to(keys.dtype.element_ty), mask=inside)
-        tl.store(source + at, tl.broadcast_to(row[:, None], [BAGS, POSITIONS]), mask=inside)
-        if WEIGHTED or MEAN:
-            factor = tl.full([BAGS, POSITIONS], 1.0, tl.float32)
-            if WEIGHTED:
-                factor = tl.load(sample_weights + at, mask=inside, other=0.0)
-            if MEAN:
-                factor /= tl.maximum(end - begin, 1).to(tl.float32)[:, None]
-            tl.store(scale + at, factor, mask=inside)
+    length = (end - begin).to(tl.int32)
+    # Wide steps keep more loads of long bags in flight, and would idle on short ones.
+    if tl.max(length, axis=0) <= 8:
+        _linearize(keys, source, scale, indices, sample_weights, begin, length, row, key_begin, rows, no_row, 4, WEIGHTED, MEAN)
+    else:
+        _linearize(keys, source, scale, indices, sample_weights, begin, length, row, key_begin, rows, no_row, 32, WEIGHTED, MEAN)
     if tl.program_id(0) == 0:
         # Ids before the first bag and after the last belong to no bag.
         head = tl.minimum(tl.maximum(tl.load(offsets).to(tl.int64), 0), num_ids)
@@ -124,23 +136,25 @@ def _key_at(keys, at, num_ids, other, mask):
 
 
 @triton.jit
-def _begin_class(keys, i, key, head, num_ids, SHORT_LEN: tl.constexpr, BLOCK: tl.constexpr):
+def _begin_class(keys, i, key, head, num_ids, SHORT_LEN: tl.constexpr, MIDDLE_LEN: tl.constexpr, BLOCK: tl.constexpr):
     """Class of the runs that begin at i (where `head`)."""
     block = (i + BLOCK - 1) // BLOCK * BLOCK
     several = head & (_key_at(keys, i + 1, num_ids, -1, head) == key)
     more = several & (_key_at(keys, i + SHORT_LEN, num_ids, -1, several) == key)
-    whole = more & (_key_at(keys, block + BLOCK - 1, num_ids, -1, more) == key)
-    return several.to(tl.int32) + more.to(tl.int32) + whole.to(tl.int32)
+    many = more & (_key_at(keys, i + MIDDLE_LEN, num_ids, -1, more) == key)
+    whole = many & (_key_at(keys, block + BLOCK - 1, num_ids, -1, many) == key)
+    return several.to(tl.int32) + more.to(tl.int32) + many.to(tl.int32) + whole.to(tl.int32)
 
 
 @triton.jit
-def _end_class(keys, i, key, end, num_ids, SHORT_LEN: tl.constexpr, BLOCK: tl.constexpr):
+def _end_class(keys, i, key, end, num_ids, SHORT_LEN: tl.constexpr, MIDDLE_LEN: tl.constexpr, BLOCK: tl.constexpr):
     """Class of the runs that end before i (where `end`): the same questions asked from the other side."""
     block = i // BLOCK * BLOCK
     several = end & (_key_at(keys, i - 2, num_ids, -1, end) == key)
     more = several & (_key_at(keys, i - 1 - SHORT_LEN, num_ids, -1, several) == key)
-    whole = more & (_key_at(keys, block - BLOCK, num_ids, -1, more) == key)
-    return several.to(tl.int32) + more.to(tl.int32) + whole.to(tl.int32)
+    many = more & (_key_at(keys, i - 1 - MIDDLE_LEN, num_ids, -1, more) == key)
+    whole = many & (_key_at(keys, block - BLOCK, num_ids, -1, many) == key)
+    return several.to(tl.int32) + more.to(tl.int32) + many.to(tl.int32) + whole.to(tl.int32)
 
 
 @triton.jit
@@ -151,6 +165,17 @@ def _tile_positions(TILE: tl.constexpr, WIDE: tl.constexpr):
     return tile * TILE + tl.arange(0, TILE)
 
 
+@triton.jit
+def _packed(kind, head):
+    """A count of 1 in the field of each run's class. int64."""
+    return tl.where(head, tl.full(kind.shape, 1, tl.int64) << (kind * 12).to(tl.int64), 0)
+
+
+@triton.jit
+def _field(packed, kind):
+    return ((packed >> (kind * 12).to(tl.int64)) & 0xFFF).to(tl.int32)
+
+
 @triton.jit(do_not_specialize=["num_ids", "num_tiles", "no_row"])
 def count_runs_kernel(
     counts,
@@ -158,18 +183,21 @@ def count_runs_kernel(
     num_ids,
     num_tiles,
     no_row,
+    CLASSES: tl.constexpr,
     TILE: tl.constexpr,
     WIDE: tl.constexpr,
     SHORT_LEN: tl.constexpr,
+    MIDDLE_LEN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """counts[c * num_tiles + tile] = runs of class c that begin in the tile."""
     i = _tile_positions(TILE, WIDE)
     key = _key_at(keys, i, num_ids, no_row, i >= 0)
     head = (key != _key_at(keys, i - 1, num_ids, -1, i >= 0)) & (key < no_row)
-    kind = _begin_class(keys, i, key, head, num_ids, SHORT_LEN, BLOCK)
-    for c in tl.static_range(4):
-        tl.store(counts + c * num_tiles + tl.program_id(0), tl.sum((head & (kind == c)).to(tl.int32), axis=0))
+    kind = _begin_class(keys, i, key, head, num_ids, SHORT_LEN, MIDDLE_LEN, BLOCK)
+    total = tl.sum(_packed(kind, head), axis=0)
+    for c in tl.static_range(CLASSES):
+        tl.store(counts + c * num_tiles + tl.program_id(0), ((total >> (12 * c)) & 0xFFF).to(tl.int32))
 
 
 @triton.jit(do_not_specialize=["num_ids", "num_tiles", "no_row", "num_tables"])
@@ -192,9 +220,11 @@ def write_runs_kernel(
     NUM_BUCKETS: tl.constexpr,
     STEPS: tl.constexpr,
     SCALED: tl.constexpr,
+    CLASSES: tl.constexpr,
     TILE: tl.constexpr,
     WIDE: tl.constexpr,
     SHORT_LEN: tl.constexpr,
+    MIDDLE_LEN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Writes each run into its class, and where a run ends into the entry of the run that ends there."""
@@ -205,24 +235,29 @@ def write_runs_kernel(
     change = reached & (key != previous)
     head = change & (key < no_row)
     ends = change & (previous >= 0)
-    kind = _begin_class(keys, i, key, head, num_ids, SHORT_LEN, BLOCK)
-    ended = _end_class(keys, i, previous, ends, num_ids, SHORT_LEN, BLOCK)
+    kind = _begin_class(keys, i, key, head, num_ids, SHORT_LEN, MIDDLE_LEN, BLOCK)
+    ended = _end_class(keys, i, previous, ends, num_ids, SHORT_LEN, MIDDLE_LEN, BLOCK)
 
-    rank = tl.zeros([TILE], tl.int32)  # entry of the run that begins at i
-    ended_rank = tl.zeros([TILE], tl.int32)
-    for c in tl.static_range(4):
-        mine = (head & (kind == c)).to(tl.int32)
-        slot = c * num_tiles + tl.program_id(0)
-        before = tl.load(counted + slot - 1, mask=slot > 0, other=0) + tl.cumsum(mine, axis=0) - mine
-        rank = tl.where(kind == c, before, rank)
-        ended_rank = tl.where(ended == c, before - 1, ended_rank)
-        for k in tl.static_range(NUM_BUCKETS + 1):
-            base = tl.load(bucket_key + k)
-            crosses = reached & (previous < base) & (key >= base)
-            tl.store(bounds + c * (NUM_BUCKETS + 1) + k + tl.zeros([TILE], tl.int32), before, mask=crosses)
+    packed = _packed(kind, head)
+    before = tl.cumsum(packed, axis=0) - packed  # runs of each class that begin in the tile before i
+    slot = kind * num_tiles + tl.program_id(0)
+    rank = tl.load(counted + slot - 1, mask=head & (slot > 0), other=0) + _field(before, kind)
+    ended_slot = ended * num_tiles + tl.program_id(0)
+    ended_rank = tl.load(counted + ended_slot - 1, mask=ends & (ended_slot > 0), other=0) + _field(before, ended) - 1
 
-    low = tl.min(key, axis=0)
-    high = tl.max(tl.where(head, key, -1), axis=0)
+    begin = tl.min(i, axis=0)
+    low = _key_at(keys, begin, num_ids, no_row, True)
+    below = _key_at(keys, begin - 1, num_ids, -1, True)
+    high = _key_at(keys, begin + TILE - 1, num_ids, no_row, True)
+    for k in tl.static_range(NUM_BUCKETS + 1):
+        base = tl.load(bucket_key + k)
+        if (below < base) & (base <= high):
+            crossed = tl.sum(tl.where(reached & (previous < base) & (key >= base), before, 0), axis=0)
+            for c in tl.static_range(CLASSES):
+                at = c * num_tiles + tl.program_id(0)
+                entry = tl.load(counted + at - 1, mask=at > 0, other=0) + ((crossed >> (12 * c)) & 0xFFF).to(tl.int32)
+                tl.store(bounds + c * (NUM_BUCKETS + 1) + k, entry)
+
     t = find_table(low, table_key, num_tables, STEPS)
     table = tl.zeros([TILE], tl.int32) + t
     t += 1
@@ -231,14 +266,19 @@ def write_runs_kernel(
         t += 1
 
     single = head & (kind == 0)
-    begin = tl.where(single, tl.load(source + i, mask=single, other=0), i)
-    tl.store(first + rank, begin.to(first.dtype.element_ty), mask=head)
+    entry = tl.where(single, tl.load(source + i, mask=single, other=0), i)
+    tl.store(first + rank, entry.to(first.dtype.element_ty), mask=head)
     tl.store(row_key + rank, key.to(row_key.dtype.element_ty), mask=head)
     tl.store(row_table + rank, table, mask=head)
     if SCALED:
         bits = tl.load(scale + i, mask=single, other=0.0).to(tl.int32, bitcast=True)
         tl.store(last + rank, bits.to(last.dtype.element_ty), mask=single)
     tl.store(last + ended_rank, i.to(last.dtype.element_ty), mask=ends & (ended > 0))
+
+
+def shortest_run(block: int) -> list[int]:
+    """Fewest lookups that a run of each class has, which bounds how many such runs N lookups can make."""
+    return [1, 2, SHORT_RUN + 1, MIDDLE_RUN + 1, block]
 
 
 def transpose(
@@ -251,12 +291,12 @@ def transpose(
     bag_output: torch.Tensor | None,
     batch_offsets: torch.Tensor | None,
     output_size: int,
-    trusted_offsets: bool,
+    trusted: bool,
 ) -> Runs:
     """Runs of a batch.
 
     indices [N], offsets [bags + 1], sample_weights [N] fp32 or None, output_size: elements of the output.
-    batch_size, bag_output, batch_offsets as for the forward. trusted_offsets: offsets don't decrease (they were checked).
+    batch_size, bag_output, batch_offsets as for the forward. trusted: offsets don't decrease (they were checked).
     """
     device, num_ids = indices.device, indices.numel()
     scaled = mean or sample_weights is not None
@@ -264,14 +304,13 @@ def transpose(
     keys = torch.empty(num_ids, dtype=layout.key_dtype, device=device)
     source = torch.empty(num_ids, dtype=torch.int32 if output_size // SOURCE_UNIT < 2**31 else torch.int64, device=device)
     scale = torch.empty(num_ids, dtype=torch.float32, device=device) if scaled else None
-    if not trusted_offsets:
+    if not trusted:
         keys.fill_(layout.num_keys)
     bags = 32
     linearize_kernel[(layout.num_features * triton.cdiv(batch_size, bags),)](
         keys, source, scale, indices, offsets, sample_weights, bag_output, batch_offsets, layout.feature_meta,
         batch_size, num_ids, offsets.numel() - 1, layout.total_dim, layout.num_keys,
-        UNIT=SOURCE_UNIT, BAGS=bags, POSITIONS=8, WEIGHTED=sample_weights is not None, MEAN=mean,
-        VBE=bag_output is not None, num_warps=2,
+        UNIT=SOURCE_UNIT, BAGS=bags, WEIGHTED=sample_weights is not None, MEAN=mean, VBE=bag_output is not None, num_warps=4,
     )  # fmt: skip
     keys, order = torch.sort(keys, stable=True)
     source = source[order]
@@ -282,7 +321,10 @@ def transpose(
     tiles = triton.cdiv(num_ids + 1, _TILE)
     counts = torch.empty(CLASSES * tiles, dtype=torch.int32, device=device)
     wide = position == torch.int64
-    shape = {"TILE": _TILE, "WIDE": wide, "SHORT_LEN": SHORT_RUN, "BLOCK": block, "num_warps": 4}
+    shape = {
+        "CLASSES": CLASSES, "TILE": _TILE, "WIDE": wide, "SHORT_LEN": SHORT_RUN, "MIDDLE_LEN": MIDDLE_RUN, "BLOCK": block,
+        "num_warps": 4,
+    }  # fmt: skip
     count_runs_kernel[(tiles,)](counts, keys, num_ids, tiles, layout.num_keys, **shape)
     counted = counts.cumsum(0, dtype=position)
     num_buckets = len(layout.buckets)
