@@ -233,6 +233,35 @@ def test_without_triton_auto_falls_back_and_says_so(config):
 # --- the package -----------------------------------------------------------------------------------------------------
 
 
+def test_the_package_can_be_imported_without_what_it_stands_on():
+    code = """
+        import sys
+        for package in ("torch", "triton", "torchrec", "fbgemm_gpu"):
+            sys.modules[package] = None
+        import torchrec_triton
+        from torchrec_triton import unsupported_reasons
+        from torchrec_triton.config import load_config
+        assert unsupported_reasons(device_type="cuda", interpreter=False) == []
+    """
+    done = run("--version", before=code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_operator_without_fbgemm_names_the_package_and_the_versions():
+    done = run(before="sys.modules['fbgemm_gpu'] = None\nfrom torchrec_triton import TritonTableBatchedEmbeddingBags")
+    assert done.returncode == 1
+    error = done.stderr.splitlines()[-1]
+    for part in ("fbgemm_gpu", _compat.installed_version("fbgemm_gpu"), _compat.installed_version("torch"), "doctor"):
+        assert part in error
+
+
+def test_kernels_run_without_torchs_newer_helpers_for_triton():
+    helpers = "import torch\nfor name in ('wrap_triton', 'triton_op'):\n    delattr(torch.library, name)"
+    done = run("doctor", before=helpers, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "the Triton kernels on cpu: correct" in done.stdout
+
+
 def test_no_folder_of_ours_hides_a_package_that_we_need():
     """Running a file puts its folder first on the path: a module there named `triton` would be imported instead."""
     ours = [path for top in ("torchrec_triton", "examples", "tests") for path in (ROOT / top).rglob("*")]
