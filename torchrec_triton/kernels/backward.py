@@ -277,9 +277,9 @@ def sample_weight_grad_kernel(
     dim = tl.load(feature_meta + feature * 5 + 3).to(tl.int32) // WEIGHT_VEC * WEIGHT_VEC
     column = tl.load(feature_meta + feature * 5 + 4)
     b = (tl.program_id(0) % tiles).to(tl.int64) * BAGS + tl.arange(0, BAGS)
-    live = b < count
     if MASKED:
-        live &= tl.load(wanted + feature) != 0
+        count = tl.where(tl.load(wanted + feature) != 0, count, 0)
+    live = b < count
     begin, end = bag_range(offsets, first + b, live, num_ids)
     at = output_offset(first, b, live, bag_output, total_dim, column, VBE, OUT_VEC)[:, None] + d[None, :]
     g = tl.load(grad + at, mask=live[:, None] & (d < dim)[None, :], other=0.0).to(tl.float32)
