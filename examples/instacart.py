@@ -515,7 +515,7 @@ def compare_kernels(config: Config, purchases: Purchases, device: torch.device) 
     say("")
     print_row(("", *KERNELS))
     for label, key, form in (
-        ("ms a step", "step_ms", ".3f"),
+        ("ms a training step", "step_ms", ".3f"),
         ("peak GPU memory, MB", "peak_memory_mb", ",.1f"),
         ("last training loss", "train_loss", ".5f"),
     ):
@@ -533,6 +533,7 @@ def print_scores(scores: dict[str, dict[str, float]]) -> None:
     print_row(("test orders", "log loss", "AUC"))
     for name, values in scores.items():
         print_row((name, f"{values['test_log_loss']:.4f}", f"{values['test_auc']:.4f}"))
+    say("  log loss: less is better; AUC: 0.5 is guessing, 1 is perfect")
 
 
 def print_row(cells: Sequence[object]) -> None:
