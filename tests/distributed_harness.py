@@ -1,4 +1,4 @@
-"""Ranks for the tests of TorchRec's side: a pool of gloo processes that start once and run many cases.
+"""Ranks for the tests of TorchRec's side: a pool of processes that start once and run many cases.
 
 Starting a rank costs about eight seconds of imports, a case about one.
 """
@@ -21,14 +21,14 @@ SECONDS_A_CASE = 75
 
 
 class Ranks:
-    """`world_size` processes in one gloo group.
+    """`world_size` processes in one group; under "nccl" each has a GPU of its own.
 
     run(function, *args) calls function(*args) on every rank and returns the results, rank 0 first. An error on any rank
     is raised here with every rank's traceback; the processes are then replaced, as a collective may be half done.
     """
 
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
+    def __init__(self, world_size: int, backend: str = "gloo") -> None:
+        self.world_size, self.backend = world_size, backend
         self._workers: list[tuple[Any, Any]] = []
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -55,7 +55,9 @@ class Ranks:
         store = os.path.join(tempfile.mkdtemp(prefix="torchrec_triton_ranks_"), "store")
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.world_size, store, theirs), daemon=True)
+            process = context.Process(
+                target=_serve, args=(rank, self.world_size, self.backend, store, theirs), daemon=True
+            )
             process.start()
             theirs.close()
             self._workers.append((process, ours))
@@ -71,19 +73,21 @@ class Ranks:
 
 
 @functools.cache
-def ranks(world_size: int) -> Ranks:
+def ranks(world_size: int, backend: str = "gloo") -> Ranks:
     """The one pool of this size in this process; its processes start at the first case and end with this one."""
-    return Ranks(world_size)
+    return Ranks(world_size, backend)
 
 
-def _serve(rank: int, world_size: int, store: str, connection: Any) -> None:
+def _serve(rank: int, world_size: int, backend: str, store: str, connection: Any) -> None:
     os.environ.update(
         {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{world_size}", "LOCAL_WORLD_SIZE": f"{world_size}"}
     )
     torch.set_num_threads(1)
     # Shorter than SECONDS_A_CASE, so that a rank left alone in a collective says so itself.
     limit = timedelta(seconds=SECONDS_A_CASE - 30)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=limit)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=limit)
     while True:
         try:
             function, args = connection.recv()

@@ -1,4 +1,4 @@
-"""State dicts and distributed checkpoints: `fused_triton` reads what `fused` writes, and back, on any number of ranks."""
+"""State dicts and distributed checkpoints: each kernel reads what the other writes, on any number of ranks."""
 
 from __future__ import annotations
 

@@ -42,7 +42,13 @@ from torchrec_triton.module.sharding import (
 from torchrec_triton.plan.planner import with_compute_kernel
 
 PATH = "ebc"  # of the collection in Model
-CPU = torch.device("cpu")
+
+
+def rank_device() -> torch.device:
+    """Where this rank computes: its GPU under NCCL, else the CPU (on the parent too)."""
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def grid(hosts: Sequence[int]) -> Any:
@@ -71,7 +77,7 @@ SHARDINGS: dict[str, tuple[Any, int]] = {
     "tw0": (table_wise(rank=0), 2),
     "tw1": (table_wise(rank=1), 2),
     "cw": (column_wise(ranks=[0, 1]), 2),
-    "cw_one_rank": (column_wise(ranks=[1, 1]), 2),
+    "cw_one_rank": (column_wise(ranks=[0, 0]), 2),
     "twcw": (column_wise(ranks=[0, 1]), 2),
     "rw": (row_wise(), 2),
     "twrw": (table_row_wise(host_index=0), 2),
@@ -172,14 +178,14 @@ def jagged(case: Case, features: Mapping[str, FeatureBatch]) -> KeyedJaggedTenso
     vbe = {}
     if case.vbe:
         vbe["stride_per_key_per_rank"] = [[p.lengths.numel()] for p in parts]
-        vbe["inverse_indices"] = (keys, torch.stack([p.inverse for p in parts]))
+        vbe["inverse_indices"] = (keys, torch.stack([p.inverse for p in parts]).to(rank_device()))
     return KeyedJaggedTensor(
         keys=keys,
         values=torch.cat([p.ids for p in parts]),
         lengths=torch.cat([p.lengths for p in parts]),
         weights=torch.cat([p.weights for p in parts]) if case.weighted else None,
         **vbe,
-    )
+    ).to(rank_device())
 
 
 class Model(nn.Module):
@@ -191,9 +197,9 @@ class Model(nn.Module):
         return self.ebc(features)
 
 
-def collection(case: Case, device: str = "meta") -> EmbeddingBagCollection:
+def collection(case: Case, on: str = "meta") -> EmbeddingBagCollection:
     return EmbeddingBagCollection(
-        device=torch.device(device),
+        device=torch.device(on),
         is_weighted=case.weighted,
         tables=[
             EmbeddingBagConfig(
@@ -222,7 +228,7 @@ def make_plan(case: Case, module: EmbeddingBagCollection, world_size: int | None
         sharder=EmbeddingBagCollectionSharder(),
         local_size=min(local_size, world_size),
         world_size=world_size,
-        device_type="cpu",
+        device_type=rank_device().type,
     )
     for table in case.tables:
         if table.sharding == "twcw":
@@ -250,7 +256,7 @@ def shard(
     model = DistributedModelParallel(
         Model(module),
         env=ShardingEnv(dist.get_world_size(), dist.get_rank(), group, output_dtensor=case.dtensor),
-        device=CPU,
+        device=rank_device(),
         plan=plan or make_plan(case, inner or module),
         sharders=[sharder, TritonFeatureProcessedEmbeddingBagCollectionSharder(sharder)],
     )
@@ -312,8 +318,8 @@ def step(model: nn.Module, case: Case, number: int, ranks_merged: int = 1) -> di
     else:
         features = batches(case, number, dist.get_rank())
     embeddings = model(jagged(case, features)).to_dict()
-    sum((embeddings[name] * part.grad).sum() for name, part in features.items()).backward()
-    return {name: embeddings[name].detach().clone() for name in features}
+    sum((embeddings[name] * part.grad.to(rank_device())).sum() for name, part in features.items()).backward()
+    return {name: embeddings[name].detach().cpu().clone() for name in features}
 
 
 def lookups(model: DistributedModelParallel) -> list[nn.Module]:
@@ -326,11 +332,11 @@ def snapshot(model: DistributedModelParallel, outputs: list[dict[str, Tensor]]) 
     weights, state = {}, {}
     for key, value in model.state_dict().items():
         if "embedding_bags" in key:
-            weights[table_of(key)] = [(o, t.detach().clone()) for o, t in local_shards(value)]
+            weights[table_of(key)] = [(o, t.detach().cpu().clone()) for o, t in local_shards(value)]
     for key, entries in model.fused_optimizer.state_dict()["state"].items():
         for name, value in entries.items():
             if name.endswith("momentum1"):
-                state[table_of(key)] = [(o, t.detach().clone()) for o, t in local_shards(value)]
+                state[table_of(key)] = [(o, t.detach().cpu().clone()) for o, t in local_shards(value)]
     kernels = {
         table.name: type(kernel).__name__
         for lookup in lookups(model)
