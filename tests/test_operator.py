@@ -78,7 +78,7 @@ OPTIMIZERS = st.one_of(
     st.just({"weight_decay": 0.25, "eps": 1.0}),
     st.just({"gradient_clipping": True, "max_gradient": 0.5}),
 )
-# FBGEMM's CPU kernel has no weight decay, whatever the mode.
+# FBGEMM's CPU kernel for fp32 tables has no weight decay, whatever the mode.
 DECAYING = st.sampled_from(("L2", "DECOUPLE")).map(lambda mode: {"weight_decay": 0.25, "weight_decay_mode": mode})
 
 
