@@ -60,24 +60,26 @@ def _largest_difference(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def gate(ours: Any, theirs: Any, batches: list[Batch], grad: torch.Tensor) -> dict[str, float]:
-    """Two steps on both sides; relative differences of output, weights and state.
+    """Two steps on both sides; largest differences of output, weights and state.
 
     Raises:
         AssertionError: a difference is above what fp32 sums in another order and one fp16 rounding explain.
     """
-    result = {"output": 0.0, "weights": 0.0, "state": 0.0}
-    for batch in batches[:2]:
+    result = {"weights": 0.0, "state": 0.0}
+    for step, batch in enumerate(batches[:2]):
         out, expected = _call(ours, batch), _call(theirs, batch)
         scale = float(expected.detach().abs().max()) + 1e-30
-        result["output"] = max(result["output"], _largest_difference(out.detach(), expected.detach()) / scale)
+        result[f"output{step + 1}"] = _largest_difference(out.detach(), expected.detach()) / scale
         out.backward(grad)
         expected.backward(grad)
         del out, expected
     result["weights"] = _largest_difference(ours.weights_dev.detach(), theirs.weights_dev.detach())
     state = theirs.momentum1_dev.detach()
     result["state"] = _largest_difference(ours.momentum1_dev.detach(), state) / (float(state.max()) + 1e-30)
-    # One step moves a row by about the learning rate; fp16 rounds to 2^-11 of a value of at most 1.
-    assert result["output"] < 1e-5 and result["weights"] < 2e-3 and result["state"] < 1e-4, result
+    # Weights are at most 1 at first, where fp16 is spaced by 2^-11: the sides may round a row apart, and then differ by
+    # that in the second output. The first output and the state are fp32 sums.
+    limits = {"output1": 1e-6, "output2": 1e-3, "weights": 2e-3, "state": 1e-5}
+    assert all(result[key] < limit for key, limit in limits.items()), (result, limits)
     return result
 
 

@@ -13,19 +13,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torchrec_triton.kernels.common import find_table, random_bits, round_to
+from torchrec_triton.kernels.common import OUTPUT_UNIT, find_table, random_bits, round_to
 from torchrec_triton.kernels.forward import bag_range, feature_range, load_rows, output_offset
 
 
 @triton.jit
 def _load_grad(
-    grad, source, valid, dim, d, max_gradient, UNIT: tl.constexpr, EXACT: tl.constexpr, CLIP: tl.constexpr
+    grad, source, valid, dim, d, max_gradient, EXACT: tl.constexpr, CLIP: tl.constexpr
 ):  # fmt: skip
     """Gradient rows [n, D] fp32 of n lookups, clipped element by element when CLIP. EXACT: dim is the tile's width."""
     mask = valid[:, None]
     if not EXACT:
         mask = mask & (d[None, :] < dim)
-    g = tl.load(grad + source.to(tl.int64)[:, None] * UNIT + d[None, :], mask=mask, other=0.0).to(tl.float32)
+    g = tl.load(grad + source.to(tl.int64)[:, None] * OUTPUT_UNIT + d[None, :], mask=mask, other=0.0).to(tl.float32)
     if CLIP:
         g = tl.minimum(tl.maximum(g, -max_gradient), max_gradient)
     return g
@@ -34,7 +34,7 @@ def _load_grad(
 @triton.jit
 def _sum_lookups(
     acc, begin, end, longest, grad, source, scale, dim, d, max_gradient,
-    LOOK: tl.constexpr, UNIT: tl.constexpr, EXACT: tl.constexpr, SCALED: tl.constexpr, CLIP: tl.constexpr,
+    LOOK: tl.constexpr, EXACT: tl.constexpr, SCALED: tl.constexpr, CLIP: tl.constexpr,
 ):  # fmt: skip
     """acc [RUNS * LOOK, D] += gradients of the sorted lookups [begin, end) of each run. Either RUNS or LOOK is 1."""
     ROWS: tl.constexpr = acc.shape[0]
@@ -45,7 +45,7 @@ def _sum_lookups(
         inside = at < stop
         now = ahead
         ahead = tl.load(source + at + LOOK, mask=at + LOOK < stop, other=0)
-        g = _load_grad(grad, now, inside, dim, d, max_gradient, UNIT, EXACT, CLIP)
+        g = _load_grad(grad, now, inside, dim, d, max_gradient, EXACT, CLIP)
         if SCALED:
             g *= tl.load(scale + at, mask=inside, other=0.0)[:, None]
         acc += g
@@ -84,8 +84,6 @@ def partial_sums_kernel(
     LOOK: tl.constexpr,
     BLOCK_D: tl.constexpr,
     WIDTH: tl.constexpr,
-    STEPS: tl.constexpr,
-    UNIT: tl.constexpr,
     EXACT: tl.constexpr,
     SCALED: tl.constexpr,
     CLIP: tl.constexpr,
@@ -103,11 +101,13 @@ def partial_sums_kernel(
         if SUPER > 1:
             acc = _sum_blocks(acc, block * SUPER, (block + 1) * SUPER, blocks, d, WIDTH)
         else:
-            table = find_table(tl.load(keys + block * BLOCK), table_key, num_tables, STEPS)
-            dim = tl.load(table_meta + table * 3 + 2) // UNIT * UNIT
+            dim = tl.full((), BLOCK_D, tl.int64)
+            if not EXACT:
+                table = find_table(tl.load(keys + block * BLOCK), table_key, num_tables)
+                dim = tl.load(table_meta + table * 3 + 2) // OUTPUT_UNIT * OUTPUT_UNIT
             start = tl.zeros([1], tl.int64) + block * BLOCK
             acc = _sum_lookups(acc, start, start + BLOCK, BLOCK, grad, source, scale, dim, d, max_gradient,
-                               LOOK, UNIT, EXACT, SCALED, CLIP)  # fmt: skip
+                               LOOK, EXACT, SCALED, CLIP)  # fmt: skip
         tl.store(partial + block * WIDTH + d, tl.sum(acc, axis=0))
         block = tl.min(tl.where(whole & (candidate > block), candidate, num_blocks), axis=0)
 
@@ -143,7 +143,7 @@ def _load_runs(first, last, row_key, row_table, run, runs_end):
     return begin, end, key, tl.load(row_table + run, mask=live, other=0)
 
 
-@triton.jit(do_not_specialize=["seed"])
+@triton.jit(do_not_specialize=["seed", "range_at"])
 def update_kernel(
     weights,
     state,
@@ -153,6 +153,7 @@ def update_kernel(
     row_key,
     row_table,
     bounds,
+    range_at,  # the runs are bounds[range_at] to bounds[range_at + 1]
     source,
     scale,
     blocks,
@@ -163,15 +164,13 @@ def update_kernel(
     weight_decay,
     max_gradient,
     seed,
-    KIND: tl.constexpr,  # class of runs, see transpose.py
-    BUCKET: tl.constexpr,
-    NUM_BUCKETS: tl.constexpr,
+    SINGLE: tl.constexpr,  # runs of one lookup
+    LONG: tl.constexpr,  # runs with whole blocks
     RUNS: tl.constexpr,
     LOOK: tl.constexpr,
     BLOCK_D: tl.constexpr,
     VEC: tl.constexpr,
     EXACT: tl.constexpr,
-    UNIT: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     SUPER: tl.constexpr,
@@ -182,8 +181,8 @@ def update_kernel(
     STOCHASTIC: tl.constexpr,
 ):
     """Update the rows of one class and bucket. The grid is any size: programs stride over the tiles of runs."""
-    runs_begin = tl.load(bounds + KIND * (NUM_BUCKETS + 1) + BUCKET)
-    runs_end = tl.load(bounds + KIND * (NUM_BUCKETS + 1) + BUCKET + 1)
+    runs_begin = tl.load(bounds + range_at)
+    runs_end = tl.load(bounds + range_at + 1)
     d = tl.arange(0, BLOCK_D)
     weight_type = weights.dtype.element_ty
     # A tile's run descriptors are loaded while the tile before it is worked on.
@@ -199,19 +198,19 @@ def update_kernel(
         if EXACT:
             dim = tl.full([RUNS], BLOCK_D, tl.int64)
         else:
-            dim = tl.load(meta + 2) // UNIT * UNIT
+            dim = tl.load(meta + 2) // OUTPUT_UNIT * OUTPUT_UNIT
             mask = mask & (d[None, :] < (dim // VEC * VEC)[:, None])
         at = ((tl.load(meta) + key * dim) // VEC * VEC)[:, None] + d[None, :]
         w = tl.load(weights + at, mask=mask, other=0.0).to(tl.float32)
         row_dim = dim[:, None]
-        if KIND == 0:
-            g = _load_grad(grad, begin, live, row_dim, d, max_gradient, UNIT, EXACT, CLIP)
+        if SINGLE:
+            g = _load_grad(grad, begin, live, row_dim, d, max_gradient, EXACT, CLIP)
             if SCALED:
                 g *= end.to(tl.int32).to(tl.float32, bitcast=True)[:, None]
         else:
             end = end.to(begin.dtype)
             acc = tl.zeros([RUNS * LOOK, BLOCK_D], tl.float32)
-            if KIND == 4:
+            if LONG:
                 # Lookups before the first whole block, its blocks and super blocks, lookups after the last whole block.
                 head = tl.max(begin, axis=0)
                 tail = tl.max(end, axis=0)
@@ -222,15 +221,15 @@ def update_kernel(
                 left = tl.zeros([1], begin.dtype) + b0 * BLOCK
                 right = tl.zeros([1], begin.dtype) + b1 * BLOCK
                 acc = _sum_lookups(acc, begin, left, b0 * BLOCK - head, grad, source, scale, row_dim, d, max_gradient,
-                                   LOOK, UNIT, EXACT, SCALED, CLIP)  # fmt: skip
+                                   LOOK, EXACT, SCALED, CLIP)  # fmt: skip
                 acc = _sum_blocks(acc, b0, tl.minimum(s0 * SUPER, b1), blocks, d, WIDTH)
                 acc = _sum_blocks(acc, s0, s1, supers, d, WIDTH)
                 acc = _sum_blocks(acc, s1 * SUPER, b1, blocks, d, WIDTH)
                 acc = _sum_lookups(acc, right, end, tail - b1 * BLOCK, grad, source, scale, row_dim, d, max_gradient,
-                                   LOOK, UNIT, EXACT, SCALED, CLIP)  # fmt: skip
+                                   LOOK, EXACT, SCALED, CLIP)  # fmt: skip
             else:
                 acc = _sum_lookups(acc, begin, end, tl.max(end - begin, axis=0), grad, source, scale, row_dim, d, max_gradient,
-                                   LOOK, UNIT, EXACT, SCALED, CLIP)  # fmt: skip
+                                   LOOK, EXACT, SCALED, CLIP)  # fmt: skip
             g = acc if LOOK == 1 else tl.sum(acc, axis=0)[None, :]
         state_at = tl.load(meta + 1) + key
         w = _step(w, g, state, state_at, live, dim, lr, eps, weight_decay, ADAGRAD, DECAY)
@@ -259,7 +258,6 @@ def sample_weight_grad_kernel(
     BAGS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     WEIGHT_VEC: tl.constexpr,
-    OUT_VEC: tl.constexpr,
     EXACT: tl.constexpr,
     TRUSTED: tl.constexpr,
     WIDE: tl.constexpr,
@@ -281,7 +279,7 @@ def sample_weight_grad_kernel(
         count = tl.where(tl.load(wanted + feature) != 0, count, 0)
     live = b < count
     begin, end = bag_range(offsets, first + b, live, num_ids)
-    at = output_offset(first, b, live, bag_output, total_dim, column, VBE, OUT_VEC)[:, None] + d[None, :]
+    at = output_offset(first, b, live, bag_output, total_dim, column, VBE)[:, None] + d[None, :]
     g = tl.load(grad + at, mask=live[:, None] & (d < dim)[None, :], other=0.0).to(tl.float32)
     if CLIP:
         g = tl.minimum(tl.maximum(g, -max_gradient), max_gradient)

@@ -17,8 +17,8 @@ import triton.language as tl
 # Elements that one warp holds of a tile: 32 lanes with 32 fp32 registers each.
 WARP_TILE = 1024
 MIN_BLOCK_D = 16
-# One unit of a stored gradient offset, in elements: FBGEMM's dims are multiples of 4, and 32 bits then reach 2^33 elements.
-SOURCE_UNIT = 4
+# FBGEMM's dims are multiples of 4, so every row of the output starts at one. Stored in this unit, 32 bits reach 2^33 elements.
+OUTPUT_UNIT = tl.constexpr(4)
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,6 @@ class Bucket:
 
     block_d: int  # tile width, a power of two >= every dim in the bucket
     weight_vec: int  # elements: every row of every table starts at a multiple of it
-    out_vec: int  # elements: every output column block starts at a multiple of it
     exact: bool  # all dims equal block_d
     features: torch.Tensor  # int32 [n], the features that read these tables
     key_begin: int
@@ -90,7 +89,6 @@ class TableLayout:
                 Bucket(
                     block_d=block_d,
                     weight_vec=_vector([x for t in tables for x in (dims[t], weight_offsets[t])]),
-                    out_vec=_vector([total_dim] + [x for f in features for x in (columns[f], dims[feature_table[f]])]),
                     exact=all(dims[t] == block_d for t in tables),
                     features=torch.tensor(features, dtype=torch.int32, device=device),
                     key_begin=key_begin[tables[0]],
@@ -125,8 +123,8 @@ class TableLayout:
 
 
 def _vector(values: list[int]) -> int:
-    """Largest power of two, 16 at most, that divides all values (elements)."""
-    return math.gcd(16, *values)
+    """Largest power of two, 8 at most (16 bytes of fp16), that divides all values (elements)."""
+    return math.gcd(8, *values)
 
 
 def num_warps(block_d: int, rows: int) -> int:
@@ -145,15 +143,16 @@ def num_sms(device: torch.device) -> int:
 
 
 @triton.jit
-def find_table(key, table_key, num_tables, STEPS: tl.constexpr):
-    """Index of the table that holds a row key: the last t with table_key[t] <= key. STEPS >= log2(num_tables)."""
-    low = 0
+def find_table(key, table_key, num_tables):
+    """Index of the table that holds a row key: the last t with table_key[t] <= key."""
+    low = num_tables * 0
     high = num_tables - 1
-    for _ in range(STEPS):
+    while low < high:
         middle = (low + high + 1) // 2
-        below = tl.load(table_key + middle) <= key
-        low = tl.where(below, middle, low)
-        high = tl.where(below, high, middle - 1)
+        if tl.load(table_key + middle) <= key:
+            low = middle
+        else:
+            high = middle - 1
     return low
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torchrec_triton.kernels.common import round_to
+from torchrec_triton.kernels.common import OUTPUT_UNIT, round_to
 
 
 @triton.jit
@@ -37,13 +37,13 @@ def feature_range(feature, batch_offsets, batch_size, VBE: tl.constexpr):
 
 
 @triton.jit
-def output_offset(first, b, live, bag_output, total_dim, column, VBE: tl.constexpr, VEC: tl.constexpr):
-    """Where a bag's output row begins (elements), told to be a multiple of VEC."""
+def output_offset(first, b, live, bag_output, total_dim, column, VBE: tl.constexpr):
+    """Where a bag's output row begins (elements), told to be a multiple of OUTPUT_UNIT."""
     if VBE:
         begin = tl.load(bag_output + first + b, mask=live, other=0)
     else:
         begin = b * total_dim + column
-    return begin // VEC * VEC
+    return begin // OUTPUT_UNIT * OUTPUT_UNIT
 
 
 @triton.jit
@@ -73,7 +73,7 @@ def load_rows(table, ids, rows, dim, d, EXACT: tl.constexpr, TRUSTED: tl.constex
 @triton.jit
 def _pool(
     output, table, indices, sample_weights, bag_output, offsets, first, begin_bag, count, rows, dim, column, num_ids, total_dim, d,
-    BAGS: tl.constexpr, LOOK: tl.constexpr, OUT_VEC: tl.constexpr, ACC: tl.constexpr, EXACT: tl.constexpr,
+    BAGS: tl.constexpr, LOOK: tl.constexpr, ACC: tl.constexpr, EXACT: tl.constexpr,
     TRUSTED: tl.constexpr, WIDE: tl.constexpr, WEIGHTED: tl.constexpr, MEAN: tl.constexpr, VBE: tl.constexpr,
 ):  # fmt: skip
     """Pools BAGS bags of one feature from `begin_bag` on and writes their output rows."""
@@ -106,7 +106,7 @@ def _pool(
     if MEAN:
         acc /= tl.maximum(length, 1).to(ACC)[:, None]
     live = b < count
-    to = output_offset(first, b, live, bag_output, total_dim, column, VBE, OUT_VEC)[:, None] + d[None, :]
+    to = output_offset(first, b, live, bag_output, total_dim, column, VBE)[:, None] + d[None, :]
     mask = live[:, None]
     if not EXACT:
         mask = mask & (d < dim)[None, :]
@@ -134,7 +134,6 @@ def tbe_fwd_kernel(
     LOOK: tl.constexpr,
     BLOCK_D: tl.constexpr,
     WEIGHT_VEC: tl.constexpr,
-    OUT_VEC: tl.constexpr,
     ACC: tl.constexpr,
     EXACT: tl.constexpr,
     TRUSTED: tl.constexpr,
@@ -165,12 +164,12 @@ def tbe_fwd_kernel(
         for k in range(0, BAGS):
             _pool(
                 output, table, indices, sample_weights, bag_output, offsets, first, begin_bag + k, count, rows, dim, column,
-                num_ids, total_dim, d, 1, BAGS * LOOK, OUT_VEC, ACC, EXACT, TRUSTED, WIDE, WEIGHTED, MEAN, VBE,
+                num_ids, total_dim, d, 1, BAGS * LOOK, ACC, EXACT, TRUSTED, WIDE, WEIGHTED, MEAN, VBE,
             )  # fmt: skip
     else:
         _pool(
             output, table, indices, sample_weights, bag_output, offsets, first, begin_bag, count, rows, dim, column, num_ids,
-            total_dim, d, BAGS, LOOK, OUT_VEC, ACC, EXACT, TRUSTED, WIDE, WEIGHTED, MEAN, VBE,
+            total_dim, d, BAGS, LOOK, ACC, EXACT, TRUSTED, WIDE, WEIGHTED, MEAN, VBE,
         )  # fmt: skip
 
 

@@ -13,9 +13,10 @@ import triton
 import triton.language as tl
 
 from torchrec_triton.kernels import backward, forward, transpose, tuning
-from torchrec_triton.kernels.common import SOURCE_UNIT, Bucket, TableLayout, num_sms, num_warps, tile_rows
+from torchrec_triton.kernels.common import TableLayout, num_sms, num_warps, tile_rows
 
 SUPER = 64  # blocks of a super block
+_GROUP = 8  # blocks that a program looks at: hardly any is whole where ids are many
 
 
 @dataclass(frozen=True)
@@ -81,35 +82,25 @@ def bag_output_offsets(
     return bag_output
 
 
-def _out_vec(bucket: Bucket, batch: Batch) -> int:
-    """What every bag's output offset is a multiple of. Under VBE a block follows blocks of any number of bags and any
-    dim, of other operators too (vbe_output_offsets), and only a multiple of 4 is common to all dims."""
-    return bucket.out_vec if batch.bag_output is None else 4
-
-
 def lookup(layout: TableLayout, weights: torch.Tensor, batch: Batch, output: torch.Tensor) -> None:
     """Writes the pooled rows of all bags. output: [B, total_dim], or 1-D under VBE; fp32, fp16 or bf16."""
     if batch.offsets.numel() <= 1:
         return
-    num_bags, num_ids = batch.offsets.numel() - 1, batch.indices.numel()
-    # As many programs as the device holds twice over, and no more lookups of a bag at a step than bags have.
-    enough = 2 * 32 * num_sms(weights.device)
-    longest_step = triton.next_power_of_2(max(1, num_ids // num_bags))
+    num_ids = batch.indices.numel()
+    enough = 2 * 32 * num_sms(weights.device)  # programs that fill the device twice
     with _on(weights.device):
         for bucket in layout.buckets:
             rows = tile_rows(bucket.block_d, tuning.TILES.forward // (2 if weights.dtype == torch.float32 else 1))
-            bags = rows
-            while bags > 1 and bucket.num_features * triton.cdiv(batch.batch_size, bags) < enough:
-                bags //= 2
-            look = min(rows // bags, longest_step)
+            look = 1 if bucket.num_features * triton.cdiv(batch.batch_size, rows) >= enough else min(4, rows)
+            bags = rows // look
             forward.tbe_fwd_kernel[(bucket.num_features * triton.cdiv(batch.batch_size, bags),)](
                 output, weights, batch.indices, batch.offsets, batch.sample_weights, batch.bag_output, batch.batch_offsets,
                 bucket.features, layout.feature_meta, batch.batch_size, num_ids, layout.total_dim,
-                BAGS=bags, LOOK=look, BLOCK_D=bucket.block_d, WEIGHT_VEC=bucket.weight_vec, OUT_VEC=_out_vec(bucket, batch),
+                BAGS=bags, LOOK=look, BLOCK_D=bucket.block_d, WEIGHT_VEC=bucket.weight_vec,
                 ACC=tl.float64 if weights.dtype == torch.float32 else tl.float32, EXACT=bucket.exact,
                 TRUSTED=batch.trusted, WIDE=layout.wide_rows,
                 WEIGHTED=batch.sample_weights is not None, MEAN=batch.mean, VBE=batch.bag_output is not None,
-                num_warps=num_warps(bucket.block_d, bags * look),
+                num_warps=num_warps(bucket.block_d, rows),
             )  # fmt: skip
 
 
@@ -135,7 +126,7 @@ def sample_weight_grad(
                 weight_grad, weights, grad, batch.indices, batch.offsets, batch.bag_output, batch.batch_offsets,
                 bucket.features, layout.feature_meta, wanted, batch.batch_size, batch.indices.numel(), layout.total_dim,
                 0.0 if max_gradient is None else max_gradient,
-                BAGS=bags, BLOCK_D=bucket.block_d, WEIGHT_VEC=bucket.weight_vec, OUT_VEC=_out_vec(bucket, batch),
+                BAGS=bags, BLOCK_D=bucket.block_d, WEIGHT_VEC=bucket.weight_vec,
                 EXACT=bucket.exact, TRUSTED=batch.trusted, WIDE=layout.wide_rows,
                 MASKED=wanted is not None, VBE=batch.bag_output is not None, CLIP=max_gradient is not None,
                 num_warps=num_warps(bucket.block_d, bags),
@@ -179,8 +170,7 @@ def _apply(
     supers = torch.empty(num_ids // (block * SUPER), width, dtype=torch.float32, device=grad.device)
     clip = optimizer.max_gradient is not None
     max_gradient = optimizer.max_gradient if optimizer.max_gradient is not None else 0.0
-    shared = {"UNIT": SOURCE_UNIT, "WIDTH": width, "BLOCK": block, "SCALED": runs.scale is not None, "CLIP": clip}
-    steps = max(1, (layout.num_tables - 1).bit_length())
+    shared = {"WIDTH": width, "BLOCK": block, "SCALED": runs.scale is not None, "CLIP": clip}
     tiles = tuning.TILES
     elements = (tiles.single, tiles.short, tiles.middle, tiles.medium, tiles.long)
     for index, bucket in enumerate(layout.buckets):
@@ -188,13 +178,11 @@ def _apply(
             count = partial.shape[0]
             if count == 0:
                 continue
-            # Hardly any block is whole where ids are many, so a program looks at several.
-            group = min(32, triton.next_power_of_2(max(1, count // (32 * num_sms(grad.device)))))
             look = tile_rows(bucket.block_d, tiles.partial)
-            backward.partial_sums_kernel[(triton.cdiv(count, group),)](
+            backward.partial_sums_kernel[(triton.cdiv(count, _GROUP),)](
                 partial, runs.keys, grad, runs.source, runs.scale, blocks, layout.table_key, layout.table_meta,
                 count, layout.num_tables, bucket.key_begin, bucket.key_end, max_gradient,
-                GROUP=group, SUPER=super_blocks, LOOK=look, BLOCK_D=bucket.block_d, STEPS=steps, EXACT=bucket.exact,
+                GROUP=_GROUP, SUPER=super_blocks, LOOK=look, BLOCK_D=bucket.block_d, EXACT=bucket.exact,
                 **shared, num_warps=num_warps(bucket.block_d, look),
             )  # fmt: skip
         for kind, shortest in enumerate(transpose.shortest_run(block)):
@@ -206,10 +194,10 @@ def _apply(
             abreast, look = (rows, 1) if kind <= transpose.MIDDLE else (1, rows)
             grid = min(triton.cdiv(most, abreast), tiles.waves * num_sms(grad.device))
             backward.update_kernel[(grid,)](
-                weights, state, grad, runs.first, runs.last, runs.row_key, runs.row_table, runs.bounds, runs.source,
-                runs.scale, blocks, supers, layout.table_meta, optimizer.learning_rate, optimizer.eps,
-                optimizer.weight_decay, max_gradient, optimizer.seed,
-                KIND=kind, BUCKET=index, NUM_BUCKETS=len(layout.buckets), RUNS=abreast, LOOK=look, BLOCK_D=bucket.block_d,
+                weights, state, grad, runs.first, runs.last, runs.row_key, runs.row_table, runs.bounds,
+                kind * (len(layout.buckets) + 1) + index, runs.source, runs.scale, blocks, supers, layout.table_meta,
+                optimizer.learning_rate, optimizer.eps, optimizer.weight_decay, max_gradient, optimizer.seed,
+                SINGLE=kind == transpose.SINGLE, LONG=kind == transpose.LONG, RUNS=abreast, LOOK=look, BLOCK_D=bucket.block_d,
                 VEC=bucket.weight_vec, EXACT=bucket.exact, ADAGRAD=optimizer.adagrad, DECAY=optimizer.weight_decay_mode,
                 STOCHASTIC=optimizer.stochastic_rounding and weights.dtype != torch.float32, SUPER=SUPER,
                 **shared, num_warps=num_warps(bucket.block_d, rows),

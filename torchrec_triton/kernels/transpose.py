@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from torchrec_triton.kernels.common import SOURCE_UNIT, TableLayout, find_table
+from torchrec_triton.kernels.common import OUTPUT_UNIT, TableLayout, find_table
 from torchrec_triton.kernels.forward import bag_range, feature_range
 
 SINGLE, SHORT, MIDDLE, MEDIUM, LONG = range(5)
@@ -32,7 +32,7 @@ class Runs:
     """Runs of a batch. R, the number of runs, is known to the device only; capacities are in brackets.
 
     keys: sorted row keys [N]; lookups without a row (pruned or out of range) come last, with key num_keys.
-    source: gradient row of each sorted lookup, offset in SOURCE_UNIT elements [N].
+    source: gradient row of each sorted lookup, offset in OUTPUT_UNIT elements [N].
     scale: factor of each sorted lookup [N] fp32, or None where all are 1.
     first, last: sorted positions [first, last) of each run [N]. For a single run `first` holds its source and `last`
         the bits of its scale, which spares the update a level of indirection.
@@ -200,7 +200,7 @@ def count_runs_kernel(
         tl.store(counts + c * num_tiles + tl.program_id(0), ((total >> (12 * c)) & 0xFFF).to(tl.int32))
 
 
-@triton.jit(do_not_specialize=["num_ids", "num_tiles", "no_row", "num_tables"])
+@triton.jit(do_not_specialize=["num_ids", "num_tiles", "no_row", "num_tables", "num_buckets"])
 def write_runs_kernel(
     first,
     last,
@@ -217,8 +217,7 @@ def write_runs_kernel(
     num_tiles,
     no_row,
     num_tables,
-    NUM_BUCKETS: tl.constexpr,
-    STEPS: tl.constexpr,
+    num_buckets,
     SCALED: tl.constexpr,
     CLASSES: tl.constexpr,
     TILE: tl.constexpr,
@@ -249,16 +248,16 @@ def write_runs_kernel(
     low = _key_at(keys, begin, num_ids, no_row, True)
     below = _key_at(keys, begin - 1, num_ids, -1, True)
     high = _key_at(keys, begin + TILE - 1, num_ids, no_row, True)
-    for k in tl.static_range(NUM_BUCKETS + 1):
+    for k in range(num_buckets + 1):
         base = tl.load(bucket_key + k)
         if (below < base) & (base <= high):
             crossed = tl.sum(tl.where(reached & (previous < base) & (key >= base), before, 0), axis=0)
             for c in tl.static_range(CLASSES):
                 at = c * num_tiles + tl.program_id(0)
                 entry = tl.load(counted + at - 1, mask=at > 0, other=0) + ((crossed >> (12 * c)) & 0xFFF).to(tl.int32)
-                tl.store(bounds + c * (NUM_BUCKETS + 1) + k, entry)
+                tl.store(bounds + c * (num_buckets + 1) + k, entry)
 
-    t = find_table(low, table_key, num_tables, STEPS)
+    t = find_table(low, table_key, num_tables)
     table = tl.zeros([TILE], tl.int32) + t
     t += 1
     while (t < num_tables) & (tl.load(table_key + tl.minimum(t, num_tables - 1)) <= high):
@@ -302,7 +301,7 @@ def transpose(
     scaled = mean or sample_weights is not None
     position = torch.int32 if num_ids < 2**31 - 2**20 else torch.int64
     keys = torch.empty(num_ids, dtype=layout.key_dtype, device=device)
-    source = torch.empty(num_ids, dtype=torch.int32 if output_size // SOURCE_UNIT < 2**31 else torch.int64, device=device)
+    source = torch.empty(num_ids, dtype=torch.int32 if output_size // OUTPUT_UNIT < 2**31 else torch.int64, device=device)
     scale = torch.empty(num_ids, dtype=torch.float32, device=device) if scaled else None
     if not trusted:
         keys.fill_(layout.num_keys)
@@ -310,7 +309,7 @@ def transpose(
     linearize_kernel[(layout.num_features * triton.cdiv(batch_size, bags),)](
         keys, source, scale, indices, offsets, sample_weights, bag_output, batch_offsets, layout.feature_meta,
         batch_size, num_ids, offsets.numel() - 1, layout.total_dim, layout.num_keys,
-        UNIT=SOURCE_UNIT, BAGS=bags, WEIGHTED=sample_weights is not None, MEAN=mean, VBE=bag_output is not None, num_warps=4,
+        UNIT=OUTPUT_UNIT, BAGS=bags, WEIGHTED=sample_weights is not None, MEAN=mean, VBE=bag_output is not None, num_warps=4,
     )  # fmt: skip
     keys, order = torch.sort(keys, stable=True)
     source = source[order]
@@ -335,7 +334,6 @@ def transpose(
     bounds = torch.empty(CLASSES, num_buckets + 1, dtype=position, device=device)
     write_runs_kernel[(tiles,)](
         first, last, row_key, row_table, bounds, counted, keys, source, scale, layout.table_key, layout.bucket_key,
-        num_ids, tiles, layout.num_keys, layout.num_tables,
-        NUM_BUCKETS=num_buckets, STEPS=max(1, (layout.num_tables - 1).bit_length()), SCALED=scaled, **shape,
+        num_ids, tiles, layout.num_keys, layout.num_tables, num_buckets, SCALED=scaled, **shape,
     )  # fmt: skip
     return Runs(keys, source, scale, first, last, row_key, row_table, bounds, block)
