@@ -70,6 +70,12 @@ class _TritonLookup:
 
     # What TorchRec's lookup of this sharding is told, which decides how it pools MEAN; it tells GRID from TWRW no more.
     _lookup_sharding_type: ShardingType | None = None
+    # Of the TorchRec class beside this one.
+    _grouped_embedding_configs_per_rank: list[list[GroupedEmbeddingConfig]]
+    _rank: int
+    _pg: dist.ProcessGroup | None
+    _device: torch.device | None
+    _env: ShardingEnv
 
     def create_lookup(
         self, device: torch.device | None = None, fused_params: Any = None, feature_processor: Any = None
@@ -170,8 +176,10 @@ def _refuse_unsupported(
     asked = [table for table, sharding in params.items() if sharding.compute_kernel == FUSED_TRITON]
     if not asked:
         return
-    on_device = device is not None and device.type != "meta"  # a dry run on meta is judged by its plan
-    device_type = device.type if on_device else planned_device_type(params) or "cuda"
+    if device is None or device.type == "meta":  # a dry run on meta is judged by its plan
+        device_type = planned_device_type(params) or "cuda"
+    else:
+        device_type = device.type
     reasons = collection_reasons(module, params, fused_params, device_type)
     if isinstance(env, ShardingEnv2D) and env.sharding_strategy == ShardingStrategy.FULLY_SHARDED:
         for table in asked:

@@ -2,7 +2,8 @@
 
 A choice is one kernel for all tables, or globs on table names -> kernel. The kernels are "fused_triton" (an error if a
 table cannot have it), "fused" (FBGEMM) and "auto" (Triton where support.py says yes, else FBGEMM and one log line for
-the table). Of several globs that match a table the last one counts; a table that none matches keeps what it has.
+the table). Of several globs that match a table the last one counts. A table that none matches keeps what it has in a
+finished plan, and gets "fused" while planning.
 
 Planning needs neither a GPU nor Triton.
 """
@@ -25,6 +26,7 @@ from torchrec.distributed.planner.estimator.estimator import EmbeddingPerfEstima
 from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstimator
 from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption
 from torchrec.distributed.planner.utils import sharder_name
+from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import (
     EmbeddingModuleShardingPlan,
     ModuleSharder,
@@ -32,7 +34,6 @@ from torchrec.distributed.types import (
     ShardingPlan,
     ShardingType,
 )
-from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 
 from torchrec_triton.plan.reasons import (
     FUSED,
@@ -71,14 +72,15 @@ def with_compute_kernel(
     choice = _validated(choice)
     module_plans = {path: p for path, p in plan.plan.items() if isinstance(p, EmbeddingModuleShardingPlan)}
     _refuse_unmatched(choice, [table for params in module_plans.values() for table in params])
-    collections = {} if module is None else {path: rest for path, *rest in _collections(module, sharders or [])}
+    modules = () if module is None else _sharded_modules(module, sharders or [])
+    sharded = {path: (child, sharder) for path, child, sharder in modules}
     copies: dict[str, Any] = dict(plan.plan)
     refused: dict[str, list[str]] = {}
     for path, params in module_plans.items():
         device_type = planned_device_type(params) or "cuda"
-        if path in collections:
-            collection, sharder = collections[path]
-            reasons = collection_reasons(collection, params, sharder.fused_params, device_type)
+        if path in sharded:
+            child, sharder = sharded[path]
+            reasons = _reasons(child, sharder, params, device_type)
         else:
             reasons = {table: sharding_reasons(sharding, device_type) for table, sharding in params.items()}
         kernels = {table: sharding.compute_kernel for table, sharding in params.items()}
@@ -150,25 +152,23 @@ class _Enumerator(EmbeddingEnumerator):
     def __init__(self, *, choice: Mapping[str, str], **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._choice = choice
-        self._reasons: dict[tuple[str, str], list[str]] = {}  # (table, sharding type); absent: not a Triton sharder's
+        self._reasons: dict[tuple[str, str], list[str]] = {}  # of a table under a sharding type
 
     def judge(self, module: nn.Module, sharders: list[ModuleSharder[Any]]) -> None:
         """Find the reasons of every table under every sharding type, and refuse what cannot be met."""
         self._reasons.clear()
         refused = {}
-        for _, collection, sharder in _collections(module, sharders):
-            names = [config.name for config in collection.embedding_bag_configs()]
+        for _, child, sharder in _sharded_modules(module, sharders):
+            tables = list(sharder.shardable_parameters(child))
             for sharding_type in ShardingType:
-                if sharding_type == ShardingType.DATA_PARALLEL:  # has no fused kernel of either kind
-                    continue
-                params = {name: self._parameter_sharding(name, sharding_type.value) for name in names}
-                found = collection_reasons(collection, params, sharder.fused_params, self._compute_device)
+                params = {table: self._parameter_sharding(table, sharding_type.value) for table in tables}
+                found = _reasons(child, sharder, params, self._compute_device)
                 self._reasons |= {(table, sharding_type.value): why for table, why in found.items()}
-            for name in names:
-                allowed = getattr((self._constraints or {}).get(name), "sharding_types", None) or list(ShardingType)
-                why = [self._reasons.get((name, getattr(t, "value", t)), []) for t in allowed]
-                if self._kernel(name) == FUSED_TRITON and all(why):
-                    refused[name] = list(dict.fromkeys(reason for reasons in why for reason in reasons))
+            for table in tables:
+                allowed = getattr((self._constraints or {}).get(table), "sharding_types", None)
+                why = [self._reasons[table, kind] for kind in allowed or [kind.value for kind in ShardingType]]
+                if self._kernel(table) == FUSED_TRITON and all(why):
+                    refused[table] = list(dict.fromkeys(reason for reasons in why for reason in reasons))
         _refuse_unmatched(self._choice, [table for table, _ in self._reasons])
         if refused:
             raise UnsupportedTableError(refused)
@@ -182,23 +182,21 @@ class _Enumerator(EmbeddingEnumerator):
         for option in {option.name: option for option in options}.values():
             offered = kernels[option.name]
             if self._kernel(option.name) == AUTO and FUSED in offered and FUSED_TRITON not in offered:
-                _log_fallback(option.name, self._reasons.get((option.name, option.sharding_type), []))
+                _log_fallback(option.name, self._reasons[option.name, option.sharding_type])
         return options
 
     def _filter_compute_kernels(self, name: str, allowed_compute_kernels: list[str], sharding_type: str) -> list[str]:
-        kernel, reasons = self._kernel(name), self._reasons.get((name, sharding_type))
-        if reasons is None or kernel is None:
-            return super()._filter_compute_kernels(name, allowed_compute_kernels, sharding_type)
+        kernel, reasons = self._kernel(name), self._reasons[name, sharding_type]
         if kernel == FUSED_TRITON:
             return [] if reasons else [FUSED_TRITON]
         offered = FUSED if kernel == FUSED or reasons else FUSED_TRITON
         allowed = [offered if k in (FUSED, FUSED_TRITON) else k for k in allowed_compute_kernels]
         return super()._filter_compute_kernels(name, list(dict.fromkeys(allowed)), sharding_type)
 
-    def _kernel(self, table: str) -> str | None:
+    def _kernel(self, table: str) -> str:
         constrained = getattr((self._constraints or {}).get(table), "compute_kernels", None) or []
         named = [kernel for kernel in (FUSED, FUSED_TRITON) if kernel in constrained]
-        return named[0] if len(named) == 1 else _chosen(table, self._choice)
+        return named[0] if len(named) == 1 else _chosen(table, self._choice) or FUSED
 
     def _parameter_sharding(self, table: str, sharding_type: str) -> ParameterSharding:
         constraint = (self._constraints or {}).get(table, ParameterConstraints())
@@ -216,7 +214,8 @@ class _Enumerator(EmbeddingEnumerator):
 class _Planner(EmbeddingShardingPlanner):
     def collective_plan(self, module: nn.Module, sharders: Any = None, pg: Any = None) -> ShardingPlan:
         """Judge on every rank first: TorchRec plans on rank 0 only, and an error there leaves the others waiting."""
-        self._enumerator.judge(module, sharders or [])
+        sharders = sharders or get_default_sharders()
+        self._enumerator.judge(module, sharders)
         return super().collective_plan(module, sharders, pg)
 
 
@@ -235,7 +234,8 @@ def _validated(choice: Choice) -> dict[str, str]:
 
 
 def _chosen(table: str, choice: Mapping[str, str]) -> str | None:
-    return next((kernel for glob, kernel in reversed(choice.items()) if fnmatchcase(table, glob)), None)
+    matching = [kernel for glob, kernel in choice.items() if fnmatchcase(table, glob)]
+    return matching[-1] if matching else None
 
 
 def _refuse_unmatched(choice: Mapping[str, str], tables: list[str]) -> None:
@@ -245,20 +245,28 @@ def _refuse_unmatched(choice: Mapping[str, str], tables: list[str]) -> None:
 
 
 def _log_fallback(table: str, reasons: list[str]) -> None:
-    logger.info("table %s: %s (FBGEMM), not %s: %s", table, FUSED, FUSED_TRITON, "; ".join(reasons))
+    logger.warning("table %s: %s (FBGEMM), not %s: %s", table, FUSED, FUSED_TRITON, "; ".join(reasons))
 
 
-def _collections(
+def _sharded_modules(
     module: nn.Module, sharders: list[ModuleSharder[Any]]
-) -> Iterator[tuple[str, EmbeddingBagCollectionInterface, ModuleSharder[Any]]]:
-    """(path, collection, sharder) of every EmbeddingBagCollection whose sharder can build `fused_triton`."""
+) -> Iterator[tuple[str, nn.Module, ModuleSharder[Any]]]:
+    """(path, child, sharder) of every child that a planner would shard, outermost first and not what lies within."""
     by_type = {sharder_name(sharder.module_type): sharder for sharder in sharders}
-    inner: set[nn.Module] = set()
+    done: set[nn.Module] = set()
     for path, child in module.named_modules():
         sharder = by_type.get(sharder_name(type(child)))
-        if sharder is None or child in inner:
-            continue
-        collection = getattr(child, "_embedding_bag_collection", child)  # that of a feature-processed collection
-        inner.add(collection)
-        if FUSED_TRITON in sharder.compute_kernels(ShardingType.TABLE_WISE.value, "cuda"):
-            yield path, collection, sharder
+        if sharder is not None and child not in done:
+            done.update(child.modules())
+            yield path, child, sharder
+
+
+def _reasons(
+    child: nn.Module, sharder: ModuleSharder[Any], params: Mapping[str, ParameterSharding], device_type: str
+) -> dict[str, list[str]]:
+    """Why each table of a sharded module cannot run on Triton."""
+    if FUSED_TRITON not in sharder.compute_kernels(ShardingType.TABLE_WISE.value, "cuda"):
+        why = f"{type(sharder).__name__} cannot build it; use TritonEmbeddingBagCollectionSharder"
+        return {table: [why] for table in params}
+    collection = getattr(child, "_embedding_bag_collection", child)  # that of a feature-processed collection
+    return collection_reasons(collection, params, sharder.fused_params, device_type)

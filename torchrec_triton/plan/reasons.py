@@ -52,6 +52,7 @@ def collection_reasons(
         reasons[table.name] = sharding_reasons(
             info.param_sharding,
             device_type,
+            (table.num_embeddings, table.embedding_dim),
             data_type=table.data_type,
             pooling_mode=table.pooling,
             weighted=table.is_weighted,
@@ -62,15 +63,22 @@ def collection_reasons(
     return reasons
 
 
-def sharding_reasons(sharding: ParameterSharding, device_type: str, **keys: Any) -> list[str]:
-    """Why a table cannot run on Triton, from its place in a plan and what else is known of it (`keys`)."""
-    shards = getattr(sharding.sharding_spec, "shards", [])
+def sharding_reasons(
+    sharding: ParameterSharding, device_type: str, shape: tuple[int, int] | None = None, **keys: Any
+) -> list[str]:
+    """Why a table cannot run on Triton, from its place in a plan and what else is known of it.
+
+    shape: (rows, dim) of the table, judged where the plan names no shards. keys: go to unsupported_reasons.
+    """
+    shapes = [shard.shard_sizes for shard in getattr(sharding.sharding_spec, "shards", [])]
+    if not shapes and shape is not None:
+        shapes = [shape]
     return unsupported_reasons(
         device_type=device_type,
         interpreter=interpreter_enabled(),
         capability=torch.cuda.get_device_capability() if device_type == "cuda" and torch.cuda.is_available() else None,
-        rows=sorted({shard.shard_sizes[0] for shard in shards}),
-        dims=sorted({shard.shard_sizes[1] for shard in shards}),
+        rows=sorted({rows for rows, _ in shapes}),
+        dims=sorted({dim for _, dim in shapes}),
         sharding_type=sharding.sharding_type,
         **keys,
     )

@@ -1,0 +1,397 @@
+"""Which tables get which kernel: plans before and after planning, refusals and fallbacks, without any rank or GPU."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import time
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+from torch import nn
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.planner.storage_reservations import (
+    FixedPercentageStorageReservation,
+    HeuristicalStorageReservation,
+)
+from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
+from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingPlan
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from torchrec_cases import Case, Model, Table, collection, make_plan
+
+from torchrec_triton.module.sharding import (
+    TritonEmbeddingBagCollectionSharder,
+    TritonFeatureProcessedEmbeddingBagCollectionSharder,
+    TritonShardedEmbeddingBagCollection,
+)
+from torchrec_triton.plan.planner import make_planner, with_compute_kernel
+from torchrec_triton.plan.reasons import UnsupportedTableError, sharding_reasons
+
+ADAGRAD = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1}
+CUDA = Topology(world_size=2, compute_device="cuda")
+
+
+def tables(*configs: dict[str, Any], weighted: bool = False) -> Model:
+    defaults = {"num_embeddings": 1000, "embedding_dim": 64}
+    return Model(
+        EmbeddingBagCollection(
+            device=torch.device("meta"),
+            is_weighted=weighted,
+            tables=[EmbeddingBagConfig(**{**defaults, "feature_names": [f"f_{c['name']}"], **c}) for c in configs],
+        )
+    )
+
+
+def sharders(**fused_params: Any) -> list[Any]:
+    return [TritonEmbeddingBagCollectionSharder(fused_params={**ADAGRAD, **fused_params})]
+
+
+def kernels(plan: ShardingPlan) -> dict[str, str]:
+    return {table: sharding.compute_kernel for params in plan.plan.values() for table, sharding in params.items()}
+
+
+def on_one_type(kind: str, *names: str, **constraint: Any) -> dict[str, ParameterConstraints]:
+    return {name: ParameterConstraints(sharding_types=[kind], **constraint) for name in names}
+
+
+def planned(model: nn.Module, topology: Topology = CUDA, *args: Any, **kwargs: Any) -> ShardingPlan:
+    the_sharders = kwargs.pop("sharders", None) or sharders()
+    return make_planner(topology, *args, debug=False, **kwargs).plan(model, the_sharders)
+
+
+# --- while planning --------------------------------------------------------------------------------------------------
+
+
+def test_auto_gives_triton_for_a_cuda_topology() -> None:
+    """This host has no GPU: the topology decides."""
+    names = [f"t{i}" for i in range(4)]
+    constraints = on_one_type("table_wise", *names)
+    assert set(kernels(planned(tables(*({"name": n} for n in names)), constraints=constraints)).values()) == {
+        "fused_triton"
+    }
+
+
+def test_auto_falls_back_for_a_table_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = tables({"name": "good"}, {"name": "quantised", "data_type": DataType.INT8})
+    with caplog.at_level(logging.INFO, "torchrec_triton"):
+        plan = planned(model, constraints=on_one_type("table_wise", "good", "quantised"))
+    assert kernels(plan) == {"good": "fused_triton", "quantised": "fused"}
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "torchrec_triton"]
+    assert "quantised" in line and "INT8" in line and "good" not in line
+
+
+@pytest.mark.parametrize("optimizer", [EmbOptimType.ADAM, EmbOptimType.EXACT_ADAGRAD])
+def test_auto_falls_back_for_all_tables_of_an_optimizer(optimizer: EmbOptimType) -> None:
+    model = tables({"name": "a"}, {"name": "b"})
+    plan = planned(model, sharders=sharders(optimizer=optimizer), constraints=on_one_type("row_wise", "a", "b"))
+    assert kernels(plan) == {"a": "fused", "b": "fused"}
+
+
+def test_explicit_choice_that_cannot_be_met_names_tables_and_all_reasons() -> None:
+    model = tables(
+        {"name": "good"},
+        {"name": "bad_type", "data_type": DataType.INT8},
+        {"name": "bad_mean", "pooling": PoolingType.MEAN},
+    )
+    with pytest.raises(UnsupportedTableError) as caught:
+        planned(
+            model,
+            choice="fused_triton",
+            sharders=sharders(max_norm=1.0),
+            constraints=on_one_type("grid_shard", "good", "bad_type", "bad_mean"),
+        )
+    assert caught.value.reasons.keys() == {"good", "bad_type", "bad_mean"}
+    message = str(caught.value)
+    assert message.count("max_norm=1.0") == 3 and "INT8" in message and "GRID_SHARD" in message
+
+
+def test_choice_by_glob_and_constraints() -> None:
+    """The last glob that matches counts; TorchRec's own constraint on a table wins over both."""
+    names = ["user_a", "user_b", "item_a", "item_b", "other"]
+    constraints = on_one_type("table_wise", *names)
+    constraints["user_b"] = ParameterConstraints(sharding_types=["table_wise"], compute_kernels=["fused"])
+    plan = planned(
+        tables(*({"name": n} for n in names)),
+        choice={"user_*": "fused_triton", "item_*": "fused", "item_b": "auto"},
+        constraints=constraints,
+    )
+    triton = {table for table, kernel in kernels(plan).items() if kernel == "fused_triton"}
+    assert triton == {"user_a", "item_b"} and set(kernels(plan).values()) == {"fused", "fused_triton"}
+
+
+def test_other_kernels_stay_on_offer() -> None:
+    """A table too big for device memory still goes to unified memory under auto, and stays data-parallel if told to."""
+    small = Topology(world_size=2, compute_device="cuda", hbm_cap=2 * 1024**3, ddr_cap=128 * 1024**3)
+    plan = planned(tables({"name": "big", "num_embeddings": 60_000_000}), small)
+    assert kernels(plan)["big"].startswith("fused_uvm")
+    plan = planned(tables({"name": "t"}), constraints=on_one_type("data_parallel", "t"))
+    assert kernels(plan) == {"t": "dense"}
+
+
+@pytest.mark.parametrize("reservation", [FixedPercentageStorageReservation(0.1), HeuristicalStorageReservation(0.15)])
+def test_no_room_is_the_planners_own_error(reservation: Any) -> None:
+    small = Topology(world_size=1, compute_device="cuda", hbm_cap=1024**3, ddr_cap=1024**3)
+    model = tables({"name": "big", "num_embeddings": 8_000_000})
+    with pytest.raises(PlannerError, match=r"big|[Ss]torage"):
+        planned(model, small, "fused_triton", storage_reservation=reservation)
+
+
+def test_explicit_choice_has_no_other_kernel() -> None:
+    with pytest.raises(UnsupportedTableError, match=r"table t: sharding_type=DATA_PARALLEL"):
+        planned(tables({"name": "t"}), choice="fused_triton", constraints=on_one_type("data_parallel", "t"))
+
+
+def test_on_a_cpu_host_auto_depends_on_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = Topology(world_size=1, compute_device="cpu")
+    model = tables({"name": "t"})
+    constraints = on_one_type("table_wise", "t")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert kernels(planned(model, cpu, constraints=constraints)) == {"t": "fused_triton"}
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert kernels(planned(model, cpu, constraints=constraints)) == {"t": "fused"}
+    with pytest.raises(UnsupportedTableError, match=r"table t: .*TRITON_INTERPRET=1"):
+        planned(model, cpu, "fused_triton", constraints=constraints)
+
+
+def test_weighted_mean_is_no_triton_table() -> None:
+    """TorchRec's own collections refuse it as well."""
+    sharding = ParameterSharding("table_wise", "fused_triton")
+    assert sharding_reasons(sharding, "cuda", pooling_mode=PoolingType.MEAN, weighted=True)
+    assert not sharding_reasons(sharding, "cuda", pooling_mode=PoolingType.MEAN, weighted=False)
+
+
+def test_only_sharders_that_can_build_it_are_given_it() -> None:
+    stock = [EmbeddingBagCollectionSharder(fused_params=ADAGRAD)]
+    constraints = on_one_type("table_wise", "t")
+    assert kernels(planned(tables({"name": "t"}), sharders=stock, constraints=constraints)) == {"t": "fused"}
+    with pytest.raises(UnsupportedTableError, match=r"table t: EmbeddingBagCollectionSharder cannot build it"):
+        planned(tables({"name": "t"}), CUDA, "fused_triton", sharders=stock, constraints=constraints)
+
+
+def test_feature_processed_collection() -> None:
+    inner = tables({"name": "t"}, weighted=True).ebc
+    model = Model(FeatureProcessedEmbeddingBagCollection(inner, PositionWeightedModuleCollection({"f_t": 4})))
+    both = [*sharders(), TritonFeatureProcessedEmbeddingBagCollectionSharder(sharders()[0])]
+    plan = planned(model, sharders=both, constraints=on_one_type("table_wise", "t"))
+    assert kernels(plan) == {"t": "fused_triton"} and list(plan.plan) == ["ebc"]
+
+
+def test_output_dtype_of_one_table() -> None:
+    """A table's constraint wins over the sharder's fused_params, and either may be what Triton cannot write."""
+    model = tables({"name": "a"}, {"name": "b"})
+    constraints = on_one_type("table_wise", "a") | on_one_type("table_wise", "b", output_dtype=DataType.INT8)
+    assert kernels(planned(model, constraints=constraints)) == {"a": "fused_triton", "b": "fused"}
+    both = sharders(output_dtype=SparseType.INT8)
+    constraints = on_one_type("table_wise", "a") | on_one_type("table_wise", "b", output_dtype=DataType.FP16)
+    assert kernels(planned(model, sharders=both, constraints=constraints)) == {"a": "fused", "b": "fused_triton"}
+
+
+def options(planner: EmbeddingShardingPlanner, model: nn.Module, the_sharders: list[Any]) -> list[tuple[Any, ...]]:
+    found = planner._enumerator.enumerate(model, the_sharders)
+    return sorted(
+        (o.name, o.sharding_type, o.compute_kernel, str(o.total_perf), str(o.total_storage), len(o.shards))
+        for o in found
+    )
+
+
+@pytest.mark.parametrize("count", [26, 300])
+def test_search_is_as_large_as_before(count: int) -> None:
+    """With "fused" the search is TorchRec's to the last number; with "fused_triton" it has no option more."""
+    model = tables(*({"name": f"t{i}", "num_embeddings": 1000 * (i + 1)} for i in range(count)))
+    stock = options(EmbeddingShardingPlanner(CUDA, debug=False), model, [EmbeddingBagCollectionSharder(ADAGRAD)])
+    begun = time.perf_counter()
+    assert options(make_planner(CUDA, "fused", debug=False), model, sharders()) == stock
+    assert time.perf_counter() - begun < 60
+    ours = options(make_planner(CUDA, "auto", debug=False), model, sharders())
+    assert [(o[0], o[1], o[2].replace("fused_triton", "fused"), *o[3:]) for o in ours] == stock
+
+
+@pytest.mark.parametrize("how", ["make_planner", "stock"])
+def test_no_tie_between_the_kernels(how: str) -> None:
+    """Equal cost would leave the choice to the order of a hash."""
+    planner = make_planner(CUDA, debug=False) if how == "make_planner" else EmbeddingShardingPlanner(CUDA, debug=False)
+    offered = {o[2] for o in options(planner, tables({"name": "t"}), sharders()) if o[1] == "table_wise"}
+    assert "fused_triton" in offered and "fused" not in offered
+
+
+def test_offering_both_to_torchrecs_planner() -> None:
+    model = tables({"name": "a"}, {"name": "b"})
+    constraints = on_one_type("table_wise", "a", compute_kernels=["fused"])
+    constraints |= on_one_type("table_wise", "b", compute_kernels=["fused_triton"])
+    both = [TritonEmbeddingBagCollectionSharder(ADAGRAD, compute_kernels_offered=("fused", "fused_triton"))]
+    plan = EmbeddingShardingPlanner(CUDA, constraints=constraints, debug=False).plan(model, both)
+    assert kernels(plan) == {"a": "fused", "b": "fused_triton"}
+    with pytest.raises(ValueError, match=r"compute_kernels_offered has \['dense'\]"):
+        TritonEmbeddingBagCollectionSharder(compute_kernels_offered=("dense",))
+
+
+@pytest.mark.parametrize("dim, min_partition", [(20, 8), (96, 32), (128, 32), (20, 4)])
+def test_column_shards_have_legal_widths(dim: int, min_partition: int) -> None:
+    constraints = on_one_type("column_wise", "t", min_partition=min_partition)
+    plan = planned(tables({"name": "t", "embedding_dim": dim}), choice="fused_triton", constraints=constraints)
+    (sharding,) = plan.plan["ebc"].values()
+    widths = [shard.shard_sizes[1] for shard in sharding.sharding_spec.shards]
+    assert sum(widths) == dim and all(width % 4 == 0 for width in widths)
+
+
+@pytest.mark.parametrize("dim", [1, 2, 3, 5, 6, 10])
+def test_dims_that_fbgemm_cannot_store(dim: int) -> None:
+    with pytest.raises(UnsupportedTableError, match=f"table t: embedding dim {dim} is not a multiple of 4"):
+        planned(
+            tables({"name": "t", "embedding_dim": dim}), choice="fused_triton", constraints=on_one_type("row_wise", "t")
+        )
+
+
+def test_constraints_and_fused_params_are_left_alone() -> None:
+    constraints = on_one_type("table_wise", "t", output_dtype=DataType.FP16)
+    the_sharders = sharders(eps=1e-3)
+    before = deepcopy((constraints, the_sharders[0].fused_params))
+    planned(tables({"name": "t"}), constraints=constraints, sharders=the_sharders)
+    assert (constraints, the_sharders[0].fused_params) == before
+
+
+@pytest.mark.parametrize(
+    "choice, message", [("triton", "compute kernel 'triton'"), ({"a*": "Fused"}, "for tables 'a\\*'")]
+)
+def test_unknown_kernel(choice: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"{message}.*; allowed: fused_triton, fused, auto"):
+        make_planner(CUDA, choice)
+    with pytest.raises(ValueError, match="allowed: fused_triton, fused, auto"):
+        with_compute_kernel(ShardingPlan({}), choice)
+
+
+def test_planning_needs_no_triton_and_no_gpu() -> None:
+    """In a process where triton and the kernels cannot be imported."""
+    code = """
+import sys
+sys.modules["triton"] = None
+import torch
+from torchrec.distributed.planner import Topology
+from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec_triton.plan.planner import make_planner
+
+class Sharder(EmbeddingBagCollectionSharder):
+    def compute_kernels(self, sharding_type, device):
+        return ["fused_triton"]
+
+config = EmbeddingBagConfig(name="t", num_embeddings=100, embedding_dim=64, feature_names=["f"])
+model = torch.nn.ModuleDict({"ebc": EmbeddingBagCollection(tables=[config], device=torch.device("meta"))})
+constraints = {"t": ParameterConstraints(sharding_types=["row_wise"])}
+topology = Topology(world_size=8, compute_device="cuda")
+plan = make_planner(topology, constraints=constraints, debug=False).plan(model, [Sharder()])
+assert plan.plan["ebc"]["t"].compute_kernel == "fused_triton"
+assert not [name for name in sys.modules if name.startswith(("torchrec_triton.kernels", "torchrec_triton.module"))]
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+# --- a finished plan -------------------------------------------------------------------------------------------------
+
+MIXED = Case(
+    (Table("tw", "tw0", "fused"), Table("rw", "rw", "fused"), Table("cw", "cw", "fused"), Table("dp", "dp", "dense"))
+)
+
+
+def mixed_plan() -> tuple[Model, ShardingPlan]:
+    model = Model(collection(MIXED))
+    return model, make_plan(MIXED, model.ebc, world_size=2)
+
+
+def test_swap_some_tables() -> None:
+    _, plan = mixed_plan()
+    swapped = with_compute_kernel(plan, {"?w": "fused_triton", "cw": "fused"})
+    assert kernels(swapped) == {"tw": "fused_triton", "rw": "fused_triton", "cw": "fused", "dp": "dense"}
+    assert kernels(plan) == {"tw": "fused", "rw": "fused", "cw": "fused", "dp": "dense"}
+    for table, sharding in plan.plan["ebc"].items():
+        other = swapped.plan["ebc"][table]
+        assert (sharding.sharding_type, sharding.ranks) == (other.sharding_type, other.ranks)
+        assert sharding.sharding_spec == other.sharding_spec
+
+
+def test_swap_back_and_auto() -> None:
+    _, plan = mixed_plan()
+    everywhere = with_compute_kernel(plan, "auto")
+    assert kernels(everywhere) == {"tw": "fused_triton", "rw": "fused_triton", "cw": "fused_triton", "dp": "dense"}
+    assert kernels(with_compute_kernel(everywhere, "fused")) == kernels(plan)
+
+
+def test_swap_of_a_replicated_table_is_refused() -> None:
+    with pytest.raises(UnsupportedTableError, match=r"table dp: .*DATA_PARALLEL") as caught:
+        with_compute_kernel(mixed_plan()[1], "fused_triton")
+    assert caught.value.reasons.keys() == {"dp"}
+
+
+def test_swap_of_a_table_in_unified_memory() -> None:
+    _, plan = mixed_plan()
+    plan.plan["ebc"]["rw"].compute_kernel = "fused_uvm_caching"
+    assert kernels(with_compute_kernel(plan, "auto"))["rw"] == "fused_uvm_caching"
+    with pytest.raises(UnsupportedTableError, match="table rw: compute_kernel=fused_uvm_caching"):
+        with_compute_kernel(plan, {"rw": "fused_triton"})
+
+
+def test_swap_with_the_model_judges_every_setting(caplog: pytest.LogCaptureFixture) -> None:
+    model, plan = mixed_plan()
+    judged = {"module": model, "sharders": sharders(optimizer=EmbOptimType.LAMB)}
+    with pytest.raises(UnsupportedTableError, match="optimizer=LAMB"):
+        with_compute_kernel(plan, {"tw": "fused_triton"}, **judged)
+    with caplog.at_level(logging.INFO, "torchrec_triton"):
+        assert kernels(with_compute_kernel(plan, "auto", **judged)) == kernels(plan)
+    lines = [record for record in caplog.records if record.name == "torchrec_triton"]
+    assert len(lines) == 3  # one a table that could have been exchanged
+
+
+def test_swap_with_a_glob_that_matches_nothing() -> None:
+    with pytest.raises(ValueError, match="no table matches 'users_\\*'; tables: cw, dp, rw, tw"):
+        with_compute_kernel(mixed_plan()[1], {"users_*": "fused_triton"})
+
+
+# --- sharding --------------------------------------------------------------------------------------------------------
+
+
+def refused(case: Case, env: Any, **fused_params: Any) -> UnsupportedTableError:
+    module = collection(case)
+    params = make_plan(case.with_kernel("fused"), module, world_size=2).plan["ebc"]
+    for sharding in params.values():
+        sharding.compute_kernel = "fused_triton"
+    with pytest.raises(UnsupportedTableError) as caught:
+        TritonShardedEmbeddingBagCollection(module, params, env, {**ADAGRAD, **fused_params}, torch.device("cpu"))
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    "table, fused_params, words",
+    [
+        (Table("t", "dp"), {}, "DATA_PARALLEL"),
+        (Table("t", "grid", pooling=PoolingType.MEAN), {}, "GRID_SHARD"),
+        (Table("t", "tw1", data_type=DataType.INT8), {}, "INT8"),
+        (Table("t", "tw1"), {"max_norm": 1.0}, "max_norm"),
+        (Table("t", "tw1"), {"output_dtype": SparseType.INT8}, "output_dtype"),
+        (Table("t", "rw"), {"optimizer": EmbOptimType.ADAM}, "ADAM"),
+        (Table("t", "rw"), {"some_new_key": 1}, "some_new_key"),
+    ],
+)
+def test_sharder_refuses_before_any_collective(table: Table, fused_params: dict[str, Any], words: str) -> None:
+    """No process group exists here, so nothing collective can be tried; each rank judges the tables of all."""
+    env = ShardingEnv.from_local(world_size=2, rank=0)
+    error = refused(Case((table,)), env, **fused_params)
+    assert error.reasons.keys() == {"t"} and words in str(error)
+
+
+def test_sharder_names_every_table_and_reason() -> None:
+    case = Case((Table("good", "tw0"), Table("bad", "tw1", data_type=DataType.INT8), Table("worse", "dp")))
+    error = refused(case, ShardingEnv.from_local(world_size=2, rank=0), max_norm=1.0)
+    assert error.reasons.keys() == {"good", "bad", "worse"}
+    assert [len(why) for why in error.reasons.values()] == [1, 2, 2]
