@@ -522,6 +522,18 @@ def test_weights_apply_and_empty_weights_mean_none(device: torch.device) -> None
     assert module(*batch, torch.empty(0, device=device)).tolist() == [[3.0] * 4]
 
 
+def test_an_empty_batch_keeps_its_weights_in_the_graph(device: torch.device) -> None:
+    # A rank without ids must still give a gradient to what its weights come from, or a reduction over ranks hangs.
+    module, _ = one_table(3, 4, [], [0], device)
+    ids, offsets = torch.empty(0, dtype=torch.int64, device=device), torch.zeros(3, dtype=torch.int64, device=device)
+    scale = torch.ones(1, device=device, requires_grad=True)
+    module(ids, offsets, torch.empty(0, device=device) * scale).sum().backward()
+    assert scale.grad.tolist() == [0.0]
+    mean = build(MEAN, device, strict=True)
+    out = mean(ids, torch.zeros(7, dtype=torch.int64, device=device), torch.empty(0, device=device))
+    assert out.shape == (2, sum(MEAN.feature_dims)) and not out.any()
+
+
 @pytest.mark.parametrize("count", [1, 3])
 def test_another_number_of_weights_raises(count: int, device: torch.device) -> None:
     module, batch = one_table(3, 4, [1, 2], [0, 2], device)
@@ -767,6 +779,25 @@ def test_an_id_out_of_range_reads_no_row_when_nothing_is_checked(variable: bool,
     out.backward(torch.ones_like(out))
     moved = [(a != b).any(1).tolist() for a, b in zip(before.tables, contents(module).tables, strict=True)]
     assert moved == [[False, True, False], [False, False, True]]
+
+
+@pytest.mark.parametrize("mode", ["WARNING", "IGNORE", "NONE"])
+@pytest.mark.parametrize("rows", [(0, 3), (3, 0)])
+def test_an_id_of_a_table_without_rows_reads_and_updates_nothing(
+    mode: str, rows: tuple[int, ...], device: torch.device
+) -> None:
+    case = Case(rows=rows, dims=(4, 4), feature_table_map=(0, 1), lengths=(), seed=1)
+    module = build(case, device, strict=True, bounds_check_mode=mode)
+    before = contents(module)
+    weights = torch.ones(2, device=device, requires_grad=True)
+    out = module(torch.tensor([0, 0], device=device), torch.tensor([0, 1, 2], device=device), weights)
+    out.sum().backward()
+    empty = rows.index(0)
+    expected = torch.zeros(1, 8, device=device)
+    expected[0, 4 * (1 - empty) :][:4] = before.tables[1 - empty][0]
+    assert torch.equal(out, expected)
+    assert weights.grad[empty] == 0
+    assert contents(module).states[1 - empty].nonzero().flatten().tolist() == [0]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a failed device-side assertion ends the process's CUDA context")

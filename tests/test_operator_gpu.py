@@ -613,6 +613,37 @@ def test_an_optimizer_of_fbgemms_runs_on_fbgemm() -> None:
     torch.testing.assert_close(*outs)
 
 
+def test_prefetching_leaves_nothing_behind() -> None:
+    # Prefetching is for tables behind a cache; a pipeline may call it for any module, once a batch.
+    case = STEADY["long runs"]
+    ours, theirs = build(case, DEVICE, strict=True), build(case, DEVICE, FBGEMM)
+    batch = make_batch(case, DEVICE)
+    for _ in range(3):
+        for module in (ours, theirs):
+            module.prefetch(batch.indices, batch.offsets)
+            module(batch.indices, batch.offsets)
+    assert len(ours.timesteps_prefetched) == len(theirs.timesteps_prefetched)
+    assert len(ours.lxu_cache_locations_list) == len(theirs.lxu_cache_locations_list)
+
+
+@pytest.mark.parametrize("name", STEADY)
+def test_memory_that_was_not_written_is_not_read(name: str) -> None:
+    # In deterministic mode new memory is NaN. It must neither show nor may any of the step's operations be refused.
+    case = STEADY[name]
+    results = []
+    for poisoned in (False, True):
+        torch.manual_seed(5)
+        module = build(case, DEVICE, strict=True)
+        torch.use_deterministic_algorithms(poisoned)
+        try:
+            outs = [step(module, case, weights_wanted(case, make_batch(case, DEVICE, number))) for number in range(3)]
+        finally:
+            torch.use_deterministic_algorithms(False)
+        results.append((outs, contents(module)))
+    assert all(torch.equal(a, b) for a, b in zip(results[0][0], results[1][0], strict=True))
+    assert same_bits(results[0][1], results[1][1])
+
+
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
