@@ -134,15 +134,6 @@ def _step(w, g, state, state_at, live, dim, lr, eps, weight_decay, ADAGRAD: tl.c
     return w
 
 
-@triton.jit
-def _load_runs(first, last, row_key, row_table, run, runs_end):
-    live = run < runs_end
-    begin = tl.load(first + run, mask=live, other=0)
-    end = tl.load(last + run, mask=live, other=0)
-    key = tl.load(row_key + run, mask=live, other=0).to(tl.int64)
-    return begin, end, key, tl.load(row_table + run, mask=live, other=0)
-
-
 @triton.jit(do_not_specialize=["seed", "range_at"])
 def update_kernel(
     weights,
@@ -185,15 +176,13 @@ def update_kernel(
     runs_end = tl.load(bounds + range_at + 1)
     d = tl.arange(0, BLOCK_D)
     weight_type = weights.dtype.element_ty
-    # A tile's run descriptors are loaded while the tile before it is worked on.
-    run = runs_begin + tl.program_id(0) * RUNS + tl.arange(0, RUNS)
-    next_begin, next_end, next_key, next_table = _load_runs(first, last, row_key, row_table, run, runs_end)
-    for _ in range(runs_begin + tl.program_id(0) * RUNS, runs_end, tl.num_programs(0) * RUNS):
+    for tile in range(runs_begin + tl.program_id(0) * RUNS, runs_end, tl.num_programs(0) * RUNS):
+        run = tile + tl.arange(0, RUNS)
         live = run < runs_end
-        begin, end, key = next_begin, next_end, next_key
-        meta = table_meta + next_table * 3
-        run += tl.num_programs(0) * RUNS
-        next_begin, next_end, next_key, next_table = _load_runs(first, last, row_key, row_table, run, runs_end)
+        begin = tl.load(first + run, mask=live, other=0)
+        end = tl.load(last + run, mask=live, other=0)
+        key = tl.load(row_key + run, mask=live, other=0).to(tl.int64)
+        meta = table_meta + tl.load(row_table + run, mask=live, other=0) * 3
         mask = live[:, None]
         if EXACT:
             dim = tl.full([RUNS], BLOCK_D, tl.int64)
