@@ -96,6 +96,8 @@ class TritonTableBatchedEmbeddingBags(_Base):
             self.triton_reasons.append(problem)
         self._strict = strict
         self._layout: TableLayout | None = None
+        # FBGEMM's check turns a wrong id into 0, which a table without rows does not have either.
+        self._repairs_ids = self.bounds_check_mode_int != _fbgemm.BoundsCheckMode.NONE.value and 0 not in rows
         if self.triton_reasons:
             names = ", ".join(self.table_names or []) or f"{len(rows)} tables"
             if strict:
@@ -163,7 +165,8 @@ class TritonTableBatchedEmbeddingBags(_Base):
             ValueError: shapes that don't fit each other; the message names both numbers.
         """
         mean = self.pooling_mode == _fbgemm.PoolingMode.MEAN
-        if per_sample_weights is not None and per_sample_weights.numel() == 0:
+        # Weights of an empty batch stay in the graph, so that what they come from gets its (zero) gradient.
+        if per_sample_weights is not None and per_sample_weights.numel() == 0 and (mean or indices.numel() > 0):
             per_sample_weights = None
         weighted_mean = mean and per_sample_weights is not None
         if weighted_mean and self._strict:
@@ -192,7 +195,7 @@ class TritonTableBatchedEmbeddingBags(_Base):
             batch_offsets=None,
             output_size=0,
             mean=mean,
-            trusted_offsets=self.bounds_check_mode_int != _fbgemm.BoundsCheckMode.NONE.value,
+            trusted=self._repairs_ids,
         )
         if vbe.B_offsets is None:
             shape: tuple[int, ...] = (batch.batch_size, layout.total_dim)
@@ -259,6 +262,8 @@ class TritonTableBatchedEmbeddingBags(_Base):
     def _count_step(self) -> None:
         """Advances FBGEMM's counters as its own forward does, so that they agree after a switch of kernels."""
         self.step += 1
+        if self.timesteps_prefetched:  # a pipeline called prefetch(), which has nothing to fetch here
+            self.timesteps_prefetched.pop(0)
         if self.optimizer == _fbgemm.OptimType.EXACT_ROWWISE_ADAGRAD:
             self.iter_cpu = self.iter_cpu.cpu()
             if self.iter_cpu.item() == 0:
