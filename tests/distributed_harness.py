@@ -11,13 +11,15 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.connection import wait
 from typing import Any
 
 import torch
 from torch import distributed as dist
 from torch import multiprocessing
 
-SECONDS_A_CASE = 75
+SECONDS_A_CASE = 90
+SECONDS_AFTER_A_FAILURE = 3  # for the other ranks, which may wait for the failed one in a collective
 
 
 class Ranks:
@@ -34,14 +36,25 @@ class Ranks:
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         if not self._workers:
             self._start()
-        for _, connection in self._workers:
+        waiting = {connection: rank for rank, (_, connection) in enumerate(self._workers)}
+        for connection in waiting:
             connection.send((function, args))
-        outcomes = [self._receive(rank, connection) for rank, (_, connection) in enumerate(self._workers)]
-        failures = [f"rank {rank}:\n{what}" for rank, (ok, what) in enumerate(outcomes) if not ok]
+        results: list[Any] = [None] * self.world_size
+        failures: dict[int, str] = {}
+        patience = SECONDS_A_CASE
+        while waiting and (ready := wait(list(waiting), patience)):
+            for connection in ready:
+                rank = waiting.pop(connection)
+                ok, result = self._receive(connection)
+                results[rank] = result
+                if not ok:
+                    failures[rank] = result
+                    patience = SECONDS_AFTER_A_FAILURE
+        failures |= {rank: f"no answer within {patience} s" for rank in waiting.values()}
         if failures:
             self.close()
-            raise AssertionError("\n".join(failures))
-        return [result for _, result in outcomes]
+            raise AssertionError("\n".join(f"rank {rank}:\n{what}" for rank, what in sorted(failures.items())))
+        return results
 
     def close(self) -> None:
         for process, connection in self._workers:
@@ -63,11 +76,9 @@ class Ranks:
             self._workers.append((process, ours))
 
     @staticmethod
-    def _receive(rank: int, connection: Any) -> tuple[bool, Any]:
+    def _receive(connection: Any) -> tuple[bool, Any]:
         try:
-            if connection.poll(SECONDS_A_CASE):
-                return connection.recv()
-            return False, f"no answer within {SECONDS_A_CASE} s"
+            return connection.recv()
         except EOFError:
             return False, "the process died"
 
