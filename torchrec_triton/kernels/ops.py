@@ -1,4 +1,4 @@
-"""The launchers: pooled lookup, gradient of per-sample weights, and the update. The only way into the kernels.
+"""The launchers: bounds check, pooled lookup, gradient of per-sample weights, and the update. The only way into the kernels.
 
 Functions take tensors and a `Lookup`, launch on the current stream of the tensors' device, never wait for the device, and
 keep nothing between calls.
@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from torchrec_triton.kernels import backward, forward, transpose, tuning
+from torchrec_triton.kernels import backward, bounds_check, forward, transpose, tuning
 from torchrec_triton.kernels.common import TableLayout, num_sms, num_warps, tile_rows
 
 SUPER = 64  # blocks of a super block
@@ -80,6 +80,26 @@ def bag_output_offsets(
             BLOCK=256, num_warps=2,
         )  # fmt: skip
     return bag_output
+
+
+def check_bounds(layout: TableLayout, batch: Batch, repairs: torch.Tensor) -> None:
+    """Repairs ids and offsets of the batch in place where they are out of range, and adds the number of repairs.
+
+    repairs: int64 [1].
+    """
+    num_ids, num_bags = batch.indices.numel(), batch.offsets.numel() - 1
+    if num_bags == 0:
+        return
+    tile = 1024
+    with _on(repairs.device):
+        bounds_check.check_offsets_kernel[(triton.cdiv(num_bags, tile),)](
+            batch.offsets, repairs, num_bags, num_ids, TILE=tile, num_warps=4
+        )
+        if num_ids:
+            bounds_check.check_ids_kernel[(triton.cdiv(num_ids, tile),)](
+                batch.indices, batch.offsets, batch.batch_offsets, layout.feature_meta, repairs, batch.batch_size, num_ids,
+                layout.num_features, TILE=tile, VBE=batch.batch_offsets is not None, num_warps=4,
+            )  # fmt: skip
 
 
 def lookup(layout: TableLayout, weights: torch.Tensor, batch: Batch, output: torch.Tensor) -> None:

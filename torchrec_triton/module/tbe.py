@@ -24,6 +24,7 @@ _fbgemm = _compat.fbgemm_tbe()
 _Base: Any = _fbgemm.SplitTableBatchedEmbeddingBagsCodegen
 logger = logging.getLogger("torchrec_triton")
 
+_FATAL, _WARNING, _IGNORE = (getattr(_fbgemm.BoundsCheckMode, m).value for m in ("FATAL", "WARNING", "IGNORE"))
 _WEIGHT_DECAY = {"NONE": 0, "L2": 1, "DECOUPLE": 2}
 
 
@@ -96,7 +97,8 @@ class TritonTableBatchedEmbeddingBags(_Base):
             self.triton_reasons.append(problem)
         self._strict = strict
         self._layout: TableLayout | None = None
-        # FBGEMM's check turns a wrong id into 0, which a table without rows does not have either.
+        self._repair_log = _RepairLog()
+        # The check turns a wrong id into 0, which a table without rows does not have either.
         self._repairs_ids = self.bounds_check_mode_int != _fbgemm.BoundsCheckMode.NONE.value and 0 not in rows
         if self.triton_reasons:
             names = ", ".join(self.table_names or []) or f"{len(rows)} tables"
@@ -179,37 +181,37 @@ class TritonTableBatchedEmbeddingBags(_Base):
                 total_unique_indices, hash_zch_identities, hash_zch_runtime_meta, vbe_output, vbe_output_offsets,
             )  # fmt: skip
         self._check(indices, offsets, per_sample_weights, batch_size_per_feature_per_rank)
-        # FBGEMM's CPU path refuses a preallocated output, ours takes it on every device.
-        preallocated = {"vbe_output": vbe_output, "vbe_output_offsets": vbe_output_offsets}
-        indices, offsets, sample_weights, vbe = self.prepare_inputs(
-            indices.contiguous(), offsets.contiguous(), per_sample_weights, batch_size_per_feature_per_rank,
-            force_cast_input_types=True, prefetch_pipeline=False, **({} if self.use_cpu else preallocated),
+        layout, num_bags = self.layout(), offsets.numel() - 1
+        indices, offsets, sample_weights, vbe = self._prepare(
+            indices.contiguous(), offsets.contiguous(), per_sample_weights, batch_size_per_feature_per_rank, vbe_output,
+            vbe_output_offsets,
         )  # fmt: skip
-        layout = self.layout()
         batch = ops.Batch(
             indices=indices,
             offsets=offsets,
-            sample_weights=None if sample_weights is None else sample_weights.contiguous(),
-            batch_size=(offsets.numel() - 1) // layout.num_features,
+            sample_weights=sample_weights,
+            batch_size=num_bags // layout.num_features if vbe.B_offsets is None else vbe.max_B,
             bag_output=None,
-            batch_offsets=None,
+            batch_offsets=vbe.B_offsets,
             output_size=0,
             mean=mean,
             trusted=self._repairs_ids,
         )
+        if self.bounds_check_mode_int in (_WARNING, _IGNORE):
+            ops.check_bounds(layout, batch, self.bounds_check_warning)
+            if self.bounds_check_mode_int == _WARNING:
+                self._repair_log.look(self)
         if vbe.B_offsets is None:
             shape: tuple[int, ...] = (batch.batch_size, layout.total_dim)
             batch = replace(batch, output_size=batch.batch_size * layout.total_dim)
         else:
             block_output = vbe.output_offsets_feature_rank if vbe_output_offsets is None else vbe_output_offsets
             bag_output = ops.bag_output_offsets(
-                layout, block_output, vbe.B_offsets, vbe.B_offsets_rank_per_feature, offsets.numel() - 1
+                layout, block_output, vbe.B_offsets, vbe.B_offsets_rank_per_feature, num_bags
             )
             shape = (vbe.output_size,)
             size = vbe.output_size if vbe_output is None else vbe_output.numel()
-            batch = replace(
-                batch, batch_size=vbe.max_B, bag_output=bag_output, batch_offsets=vbe.B_offsets, output_size=size
-            )
+            batch = replace(batch, bag_output=bag_output, output_size=size)
         output = vbe_output
         if output is None:
             dtype = _fbgemm.SparseType.from_int(self.output_dtype).as_dtype()
@@ -219,6 +221,26 @@ class TritonTableBatchedEmbeddingBags(_Base):
             self.placeholder_autograd_tensor, batch.sample_weights, vbe_output, output, self, batch, self._optimizer_now(),
             feature_requires_grad,
         )  # fmt: skip
+
+    def _prepare(
+        self,
+        indices: Tensor,
+        offsets: Tensor,
+        sample_weights: Tensor | None,
+        batch_sizes: list[list[int]] | None,
+        vbe_output: Tensor | None,
+        vbe_output_offsets: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor | None, Any]:
+        """Inputs cast as FBGEMM casts them, and its VBE metadata. Only its FATAL check is FBGEMM's own: it must assert."""
+        if vbe_output is not None or vbe_output_offsets is not None:
+            _fbgemm.check_allocated_vbe_output(self.output_dtype, batch_sizes, vbe_output, vbe_output_offsets)
+        if self.bounds_check_mode_int == _FATAL:
+            indices, offsets, sample_weights, vbe = self.prepare_inputs(indices, offsets, sample_weights, batch_sizes)
+        else:
+            vbe = self._generate_vbe_metadata(offsets, batch_sizes, None, None)
+            if self.embedding_table_index_type == torch.int32:
+                indices = indices.to(torch.int32)
+        return indices, offsets, None if sample_weights is None else sample_weights.float().contiguous(), vbe
 
     def _check(
         self, indices: Tensor, offsets: Tensor, sample_weights: Tensor | None, batch_sizes: list[list[int]] | None
@@ -284,6 +306,53 @@ class TritonTableBatchedEmbeddingBags(_Base):
             stochastic_rounding=rounds,
             seed=_draw_seed(self.D_offsets.device) if rounds and torch.is_grad_enabled() else 0,
         )
+
+
+class _RepairLog:
+    """One log line when the bounds check repaired something, without ever waiting for the device.
+
+    The count is copied to the host beside other work and looked at some calls later. The line comes again after
+    `bounds_check_warning` was set back to 0.
+    """
+
+    def __init__(self) -> None:
+        self._calls = 0
+        self._logged = False
+        self._count: Tensor | None = None
+        self._arrived: torch.cuda.Event | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__()  # type: ignore[misc]
+
+    def look(self, module: TritonTableBatchedEmbeddingBags) -> None:
+        counter = module.bounds_check_warning
+        if counter.device.type == "cpu":
+            self._report(int(counter), module)
+            return
+        self._calls += 1
+        if torch.cuda.is_current_stream_capturing():
+            return
+        if self._arrived is not None:
+            if self._arrived.query():
+                self._arrived = None
+                self._report(int(self._count), module)  # type: ignore[arg-type]
+        elif self._calls & (self._calls - 1) == 0 or self._calls % 64 == 0:
+            self._count = torch.empty(1, dtype=counter.dtype, pin_memory=True) if self._count is None else self._count
+            self._count.copy_(counter, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def _report(self, count: int, module: TritonTableBatchedEmbeddingBags) -> None:
+        if count > 0 and not self._logged:
+            names = ", ".join(module.table_names or []) or f"{len(module.embedding_specs)} tables"
+            logger.warning(
+                "%s: %d ids or offsets out of range were repaired (ids set to 0); bounds_check_mode FATAL stops at the first",
+                names, count,
+            )  # fmt: skip
+        self._logged = count > 0
 
 
 class _Lookup(torch.autograd.Function):
