@@ -41,7 +41,8 @@ def triton_problem() -> str | None:
     try:
         importlib.import_module("triton.language")
     except Exception as error:  # an ABI mismatch raises more than ImportError
-        return f"triton cannot be imported ({type(error).__name__}: {error}); install the release that this torch asks for"
+        problem = f"triton cannot be imported ({type(error).__name__}: {error})"
+        return f"{problem}; install the release that this torch asks for"
     return None
 
 
@@ -56,6 +57,6 @@ def fbgemm_tbe() -> Any:
     except Exception as error:
         raise ImportError(
             f"fbgemm_gpu ({installed_version('fbgemm_gpu') or 'not installed'}) cannot be imported with torch "
-            f"{installed_version('torch')}: {type(error).__name__}: {error}. Install the fbgemm-gpu release built for this "
-            "torch (`torchrec-triton doctor` names it)."
+            f"{installed_version('torch')}: {type(error).__name__}: {error}. Install the fbgemm-gpu release built for "
+            "this torch (`torchrec-triton doctor` names it)."
         ) from error

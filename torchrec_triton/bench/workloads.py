@@ -12,7 +12,8 @@ import torch
 class Workload:
     """One shape. rows, dims, pooling (mean bag size): a value a table, one feature a table.
 
-    alpha: exponent of the Zipf law of the ids, 0 for uniform. jagged: bag sizes are Poisson, not all equal to their mean.
+    alpha: exponent of the Zipf law of the ids, 0 for uniform.
+    jagged: bag sizes are Poisson, not all equal to their mean.
     """
 
     name: str
@@ -84,9 +85,10 @@ def _ints(text: str) -> tuple[int, ...]:
 PROD66 = Workload(
     "prod66",
     rows=_ints(
-        "13164873x2 1000 49537 13164873x4 61791 524757 7685380 51920 1000 13164873 500000 19327 72993 5000 13164873 132058 "
-        "773 294 679 195677 13164873 80855 16992630 5000 189056 5000 8000000 102 113 600741 5000 29325 285698 1005371 50000 30726 607 "
-        "308 591 621 727 648 390 449 678 708 726 581 137 100x2 728 328 724 429 570 192 5000 511788 2x3"
+        "13164873x2 1000 49537 13164873x4 61791 524757 7685380 51920 1000 13164873 500000 19327 72993 5000 13164873 "
+        "132058 773 294 679 195677 13164873 80855 16992630 5000 189056 5000 8000000 102 113 600741 5000 29325 285698 "
+        "1005371 50000 30726 607 308 591 621 727 648 390 449 678 708 726 581 137 100x2 728 328 724 429 570 192 5000 "
+        "511788 2x3"
     ),
     dims=_ints("128x26 64 128x13 8x21 128x2 4x3"),
     pooling=_ints("120 86x2 83 77x2 70 47 43 34 24 22 20 15 11x2 8 7x3 5x5 4 5 3 2 1x11 5x21 1x5"),
@@ -96,7 +98,8 @@ PROD66 = Workload(
 CMF_EBC = Workload(
     "cmf_ebc",
     rows=_ints(
-        "2144222 9692111 7153649 3780603 3745277 5284712 5941361 2688465 4102227 1437625 1859649 26408384 2152945 2372867 8740201"
+        "2144222 9692111 7153649 3780603 3745277 5284712 5941361 2688465 4102227 1437625 1859649 26408384 2152945 "
+        "2372867 8740201"
     ),
     dims=_ints("64 40 64 72 40x2 72 88 56 80x2 48 112 96 56"),
     pooling=_ints("29x15"),
@@ -106,8 +109,8 @@ CMF_EBC = Workload(
 CLI32 = Workload("cli32", rows=_ints("100000x32"), dims=_ints("128x32"), pooling=_ints("20x32"), batch=65536)
 # Criteo terabyte cardinalities capped at 10 M; multi-hot sizes of MLPerf's DLRM-DCNv2.
 _CRITEO = _ints(
-    "10000000 39060 17295 7424 20265 3 7122 1543 63 10000000 3067956 405282 10 2209 11938 155 4 976 14 10000000x3 590152 "
-    "12973 108 36"
+    "10000000 39060 17295 7424 20265 3 7122 1543 63 10000000 3067956 405282 10 2209 11938 155 4 976 14 10000000x3 "
+    "590152 12973 108 36"
 )
 DLRM26 = Workload("dlrm26 one-hot", rows=_CRITEO, dims=_ints("128x26"), pooling=_ints("1x26"), batch=8192)
 DLRM26_MULTI = replace(

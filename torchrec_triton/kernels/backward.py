@@ -1,12 +1,15 @@
 """Gradients summed a row, the optimizer applied to the sum, once a row: exact row-wise Adagrad or SGD.
 
-One program owns a run (or several), so no two programs write one row and there are no atomics: the order of every sum is
-fixed by the batch. A [RUNS * LOOK, D] tile serves all classes of runs: singles and short runs take a run a tile row, medium
-and long runs a lookup a tile row. Long runs read the sums of their whole aligned blocks, which `partial_sums_kernel`
-computed, one block a program, and then the sums of SUPER blocks of those.
+One program owns a run (or several), so no two programs write one row and there are no atomics: the order of every sum
+is fixed by the batch. A [RUNS * LOOK, D] tile serves all classes of runs (see transpose.py): single, short and middle
+runs take a row of the tile each (LOOK = 1), a medium or long run the whole tile, a lookup a row (RUNS = 1). Two flags
+mark the classes that differ in more than shape:
+  SINGLE  the run's descriptor holds its only lookup, so nothing is summed
+  LONG    whole aligned blocks are not walked again: their sums, and those of SUPER of them, come from
+          `partial_sums_kernel`, and only the lookups before and after them are added one by one
 
-Bytes that must move: per distinct row its weights in and out and a sector of state in and out; the gradient of the output
-once; the sorted lists.
+Bytes that must move: per distinct row its weights in and out and a sector of state in and out; the gradient of the
+output once; the sorted lists.
 """
 from __future__ import annotations
 
@@ -88,7 +91,7 @@ def partial_sums_kernel(
     SCALED: tl.constexpr,
     CLIP: tl.constexpr,
 ):
-    """Sum of each aligned block of sorted lookups that belongs to one run of this bucket; other entries are not written."""
+    """Sum of each aligned block of sorted lookups that belongs to one run of this bucket; others are not written."""
     d = tl.arange(0, BLOCK_D)
     candidate = tl.program_id(0).to(tl.int64) * GROUP + tl.arange(0, GROUP)
     inside = candidate < num_blocks
@@ -139,16 +142,16 @@ def update_kernel(
     weights,
     state,
     grad,
-    first,
-    last,
+    first,  # SINGLE: the gradient row of the lookup
+    last,  # SINGLE: the bits of its scale
     row_key,
     row_table,
     bounds,
     range_at,  # the runs are bounds[range_at] to bounds[range_at + 1]
     source,
     scale,
-    blocks,
-    supers,
+    blocks,  # LONG: sums of whole blocks
+    supers,  # LONG: sums of SUPER whole blocks
     table_meta,
     lr,
     eps,
@@ -217,8 +220,8 @@ def update_kernel(
                 acc = _sum_lookups(acc, right, end, tail - b1 * BLOCK, grad, source, scale, row_dim, d, max_gradient,
                                    LOOK, EXACT, SCALED, CLIP)  # fmt: skip
             else:
-                acc = _sum_lookups(acc, begin, end, tl.max(end - begin, axis=0), grad, source, scale, row_dim, d, max_gradient,
-                                   LOOK, EXACT, SCALED, CLIP)  # fmt: skip
+                acc = _sum_lookups(acc, begin, end, tl.max(end - begin, axis=0), grad, source, scale, row_dim, d,
+                                   max_gradient, LOOK, EXACT, SCALED, CLIP)  # fmt: skip
             g = acc if LOOK == 1 else tl.sum(acc, axis=0)[None, :]
         state_at = tl.load(meta + 1) + key
         w = _step(w, g, state, state_at, live, dim, lr, eps, weight_decay, ADAGRAD, DECAY)
@@ -273,7 +276,7 @@ def sample_weight_grad_kernel(
     if CLIP:
         g = tl.minimum(tl.maximum(g, -max_gradient), max_gradient)
     length = (end - begin).to(tl.int32)
-    ids = tl.load(indices + begin, mask=0 < length, other=-1)
+    ids = tl.load(indices + begin, mask=length > 0, other=-1)
     for j in range(0, tl.max(length, axis=0)):
         row = load_rows(table, ids, rows, dim, d, EXACT, TRUSTED, WIDE)
         ids = tl.load(indices + begin + j + 1, mask=j + 1 < length, other=-1)

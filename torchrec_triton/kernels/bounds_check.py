@@ -1,10 +1,10 @@
 """Checks and repairs ids and offsets in place, as FBGEMM's WARNING and IGNORE modes do.
 
-An id outside [0, rows of its table) that is not -1 becomes 0. Offsets that are negative, decrease or pass the number of ids
-are clamped, and the last one is set to the number of ids. Each repair is counted.
+An id outside [0, rows of its table) that is not -1 becomes 0. Offsets that are negative, decrease or pass the number of
+ids are clamped, and the last one is set to the number of ids. Each repair is counted.
 
-The ids are walked by position, not by bag: a tile of them lies in one feature, or few, which one search finds. So the check
-costs one read of the ids, at the speed of the memory.
+The ids are walked by position, not by bag: a tile of them lies in one feature, or few, which one search finds. So the
+check costs one read of the ids, at the speed of the memory.
 """
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["num_bags", "num_ids"], do_not_specialize_on_alignment=["offsets"])
 def check_offsets_kernel(offsets, repairs, num_bags, num_ids, TILE: tl.constexpr):
+    """Repairs the offsets of TILE bags a program and adds the number of bags that needed it to `repairs`."""
     bag = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     live = bag < num_bags
     begin = tl.load(offsets + bag, mask=live, other=0).to(tl.int64)
@@ -45,6 +46,7 @@ def check_ids_kernel(
     TILE: tl.constexpr,
     VBE: tl.constexpr,
 ):
+    """Repairs TILE ids a program and adds the number of repairs to `repairs`."""
     start = tl.program_id(0).to(tl.int64) * TILE
     i = start + tl.arange(0, TILE)
     live = i < num_ids

@@ -1,8 +1,9 @@
 """What every kernel shares: the layout of the tables, rounding, and small helpers.
 
-Units. A *lookup* is one id of one bag. The tables of a module lie in one flat array; a *row key* numbers the rows of all
-tables, with the tables ordered by dim bucket, so that the rows of a bucket are one range of keys. Rows of one bucket are
-processed by kernels whose tile is `block_d` wide, the next power of two of the widest row.
+Units. A *lookup* is one id of one bag. The tables of a module lie in one flat array; a *row key* numbers the rows of
+all tables, with the tables ordered by dim bucket, so that the rows of a bucket are one range of keys. Rows of one
+bucket are processed by kernels whose tile is `block_d` wide: the next power of two of every dim in it, MIN_BLOCK_D at
+least.
 """
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ import triton.language as tl
 # Elements that one warp holds of a tile: 32 lanes with 32 fp32 registers each.
 WARP_TILE = 1024
 MIN_BLOCK_D = 16
-# FBGEMM's dims are multiples of 4, so every row of the output starts at one. Stored in this unit, 32 bits reach 2^33 elements.
+# FBGEMM's dims are multiples of 4, so every row of the output starts at one. Stored in this unit, 32 bits reach 2^33
+# elements.
 OUTPUT_UNIT = tl.constexpr(4)
 
 
@@ -69,7 +71,11 @@ class TableLayout:
         feature_table: list[int],
         device: torch.device,
     ) -> TableLayout:
-        """rows, dims, weight_offsets, state_offsets (elements): one entry a table; feature_table: the table of each feature."""
+        """Layout of T tables and F features.
+
+        rows, dims, weight_offsets, state_offsets (elements): one entry a table.
+        feature_table: the table of each feature.
+        """
         blocks = [max(MIN_BLOCK_D, triton.next_power_of_2(d)) for d in dims]
         order = sorted(range(len(rows)), key=lambda t: (blocks[t], t))
         key_begin, table_key, next_key = {}, [], 0
@@ -136,7 +142,7 @@ def tile_rows(block_d: int, elements: int = WARP_TILE, most: int = 32) -> int:
     return max(1, min(most, elements // block_d))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def num_sms(device: torch.device) -> int:
     """Multiprocessors of the device; 1 on CPU, where the interpreter runs one program after another."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
@@ -160,8 +166,8 @@ def find_table(key, table_key, num_tables):
 def random_bits(seed, row, d):
     """16 random bits for each element of rows `row` [R, 1] and columns `d` [1, D], uint32.
 
-    Mixed from the seed and the row, then once more for each pair of columns: every element is uniform over seeds and rows,
-    which is what makes rounding unbiased, at a tenth of what Philox costs.
+    Mixed from the seed and the row, then once more for each pair of columns: every element is uniform over seeds and
+    rows, which is what makes rounding unbiased, at a tenth of what Philox costs.
     """
     x = row.to(tl.uint32) * 0x9E3779B1 ^ seed.to(tl.uint32)
     x = (x ^ (x >> 16)) * 0x85EBCA6B + (seed >> 32).to(tl.uint32)
@@ -176,7 +182,8 @@ def random_bits(seed, row, d):
 def round_to(x, dtype: tl.constexpr, bits, STOCHASTIC: tl.constexpr):
     """fp32 values rounded to `dtype`, to nearest or, with 16 `bits` an element, stochastically (unbiased).
 
-    A stochastic rounding adds random bits below the last kept one and cuts them off. NaN and infinity stay what they are.
+    A stochastic rounding adds random bits below the last kept one and cuts them off. NaN and infinity stay what they
+    are.
     """
     if dtype == tl.bfloat16:
         # On the bit pattern because the interpreter's cast truncates.
@@ -190,7 +197,8 @@ def round_to(x, dtype: tl.constexpr, bits, STOCHASTIC: tl.constexpr):
         x = (raw >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     elif dtype == tl.float16:
         if STOCHASTIC:
-            # Below 2^-14 fp16 is spaced by 2^-24; shifted by 2^-14 away from 0 fp32 drops the same 13 bits there as above.
+            # Below 2^-14 fp16 is spaced by 2^-24; shifted by 2^-14 away from 0, fp32 drops the same 13 bits there as
+            # above.
             sign = x.to(tl.uint32, bitcast=True) & 0x80000000
             shift = tl.where(tl.abs(x) < 6.103515625e-05, (sign | 0x38800000).to(tl.float32, bitcast=True), 0.0)
             raw = ((x + shift).to(tl.uint32, bitcast=True) + (bits >> 3)) & 0xFFFFE000

@@ -1,11 +1,12 @@
 """Pooled lookup: out[bag] = sum over its lookups of s_i * W[id_i], divided by the bag length for MEAN.
 
-A tile of [BAGS * LOOK, D] rows walks BAGS neighbouring bags of one feature side by side, LOOK lookups of each at a step. Its
-rows are loaded one step ahead of their sum and their ids two, so that a warp always has a tile of rows in flight. Bags of very
-different lengths would leave most of the tile idle: then the program takes them one after another, the whole tile on one
-bag. Which way depends on the data alone, so equal inputs give equal bits.
+A tile of [BAGS * LOOK, D] rows walks BAGS neighbouring bags of one feature side by side, LOOK lookups of each at a
+step. Its rows are loaded one step ahead of their sum and their ids two, so that a warp always has a tile of rows in
+flight. Bags of very different lengths would leave most of the tile idle: then the program takes them one after another,
+the whole tile on one bag. Which way depends on the data alone, so equal inputs give equal bits.
 
-Sums are fp32 for fp16 and bf16 rows and fp64 for fp32 rows. Bytes that must move: the distinct rows, the ids, the output.
+Sums are fp32 for fp16 and bf16 rows and fp64 for fp32 rows. Bytes that must move: the distinct rows, the ids, the
+output.
 """
 from __future__ import annotations
 
@@ -61,8 +62,8 @@ def row_offset(ids, rows, dim, TRUSTED: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def load_rows(table, ids, rows, dim, d, EXACT: tl.constexpr, TRUSTED: tl.constexpr, WIDE: tl.constexpr):
-    """Rows [n, D] of the table at pointers `table` [1, D] as they are stored; zeros where an id has no row and beyond the
-    row. EXACT: rows are as wide as the tile."""
+    """Rows [n, D] of the table at pointers `table` [1, D] as they are stored; zeros where an id has no row and beyond
+    the row. EXACT: rows are as wide as the tile."""
     begin, valid = row_offset(ids, rows, dim, TRUSTED, WIDE)
     mask = valid[:, None]
     if not EXACT:
@@ -72,7 +73,8 @@ def load_rows(table, ids, rows, dim, d, EXACT: tl.constexpr, TRUSTED: tl.constex
 
 @triton.jit
 def _pool(
-    output, table, indices, sample_weights, bag_output, offsets, first, begin_bag, count, rows, dim, column, num_ids, total_dim, d,
+    output, table, indices, sample_weights, bag_output, offsets, first, begin_bag, count, rows, dim, column, num_ids,
+    total_dim, d,
     BAGS: tl.constexpr, LOOK: tl.constexpr, ACC: tl.constexpr, EXACT: tl.constexpr,
     TRUSTED: tl.constexpr, WIDE: tl.constexpr, WEIGHTED: tl.constexpr, MEAN: tl.constexpr, VBE: tl.constexpr,
 ):  # fmt: skip
@@ -142,6 +144,7 @@ def tbe_fwd_kernel(
     MEAN: tl.constexpr,
     VBE: tl.constexpr,
 ):
+    """Pools BAGS bags of one feature a program. output: [B, total_dim], or 1-D under VBE."""
     tiles = tl.cdiv(batch_size, BAGS)
     feature = tl.load(features + tl.program_id(0) // tiles).to(tl.int64)
     begin_bag = (tl.program_id(0) % tiles).to(tl.int64) * BAGS
@@ -158,18 +161,19 @@ def tbe_fwd_kernel(
         b = begin_bag + tl.arange(0, BAGS)
         begin, end = bag_range(offsets, first + b, b < count, num_ids)
         length = end - begin
-        # Side by side takes `longest` steps of a tile; one after another a tile's worth of lookups a step, and two more a bag.
+        # Side by side takes a step for every LOOK lookups of the longest bag; one after another a step for every
+        # BAGS * LOOK lookups, and two more a bag.
         uneven = tl.max(length, axis=0) > (tl.sum(length, axis=0) // (BAGS * LOOK) + 2 * BAGS) * LOOK
     if uneven:
         for k in range(0, BAGS):
             _pool(
-                output, table, indices, sample_weights, bag_output, offsets, first, begin_bag + k, count, rows, dim, column,
-                num_ids, total_dim, d, 1, BAGS * LOOK, ACC, EXACT, TRUSTED, WIDE, WEIGHTED, MEAN, VBE,
+                output, table, indices, sample_weights, bag_output, offsets, first, begin_bag + k, count, rows, dim,
+                column, num_ids, total_dim, d, 1, BAGS * LOOK, ACC, EXACT, TRUSTED, WIDE, WEIGHTED, MEAN, VBE,
             )  # fmt: skip
     else:
         _pool(
-            output, table, indices, sample_weights, bag_output, offsets, first, begin_bag, count, rows, dim, column, num_ids,
-            total_dim, d, BAGS, LOOK, ACC, EXACT, TRUSTED, WIDE, WEIGHTED, MEAN, VBE,
+            output, table, indices, sample_weights, bag_output, offsets, first, begin_bag, count, rows, dim, column,
+            num_ids, total_dim, d, BAGS, LOOK, ACC, EXACT, TRUSTED, WIDE, WEIGHTED, MEAN, VBE,
         )  # fmt: skip
 
 

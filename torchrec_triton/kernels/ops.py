@@ -1,7 +1,7 @@
-"""The launchers: bounds check, pooled lookup, gradient of per-sample weights, and the update. The only way into the kernels.
+"""The launchers: bounds check, pooled lookup, gradient of per-sample weights, and the update. The way into the kernels.
 
-Functions take tensors and a `Lookup`, launch on the current stream of the tensors' device, never wait for the device, and
-keep nothing between calls.
+Functions take tensors and a `Batch`, launch on the current stream of the tensors' device, never wait for the device,
+and keep nothing between calls.
 """
 from __future__ import annotations
 
@@ -65,12 +65,17 @@ def _on(device: torch.device) -> contextlib.AbstractContextManager:
 
 
 def bag_output_offsets(
-    layout: TableLayout, block_output: torch.Tensor, batch_offsets: torch.Tensor, rank_offsets: torch.Tensor, num_bags: int
+    layout: TableLayout,
+    block_output: torch.Tensor,
+    batch_offsets: torch.Tensor,
+    rank_offsets: torch.Tensor,
+    num_bags: int,
 ) -> torch.Tensor:
     """Output offset of each bag under VBE, int64 [num_bags] (elements).
 
     block_output: int64 [ranks * F], where the block of a rank and feature begins, rank-major.
-    batch_offsets: [F + 1], first bag of each feature; rank_offsets: [F, ranks + 1], first bag of each rank in its feature.
+    batch_offsets: [F + 1], first bag of each feature.
+    rank_offsets: [F, ranks + 1], first bag of each rank in its feature.
     """
     num_ranks = rank_offsets.shape[1] - 1
     bag_output = torch.empty(num_bags, dtype=torch.int64, device=batch_offsets.device)
@@ -97,8 +102,8 @@ def check_bounds(layout: TableLayout, batch: Batch, repairs: torch.Tensor) -> No
         )
         if num_ids:
             bounds_check.check_ids_kernel[(triton.cdiv(num_ids, tile),)](
-                batch.indices, batch.offsets, batch.batch_offsets, layout.feature_meta, repairs, batch.batch_size, num_ids,
-                layout.num_features, TILE=tile, VBE=batch.batch_offsets is not None, num_warps=4,
+                batch.indices, batch.offsets, batch.batch_offsets, layout.feature_meta, repairs, batch.batch_size,
+                num_ids, layout.num_features, TILE=tile, VBE=batch.batch_offsets is not None, num_warps=4,
             )  # fmt: skip
 
 
@@ -114,8 +119,8 @@ def lookup(layout: TableLayout, weights: torch.Tensor, batch: Batch, output: tor
             look = 1 if bucket.num_features * triton.cdiv(batch.batch_size, rows) >= enough else min(4, rows)
             bags = rows // look
             forward.tbe_fwd_kernel[(bucket.num_features * triton.cdiv(batch.batch_size, bags),)](
-                output, weights, batch.indices, batch.offsets, batch.sample_weights, batch.bag_output, batch.batch_offsets,
-                bucket.features, layout.feature_meta, batch.batch_size, num_ids, layout.total_dim,
+                output, weights, batch.indices, batch.offsets, batch.sample_weights, batch.bag_output,
+                batch.batch_offsets, bucket.features, layout.feature_meta, batch.batch_size, num_ids, layout.total_dim,
                 BAGS=bags, LOOK=look, BLOCK_D=bucket.block_d, WEIGHT_VEC=bucket.weight_vec,
                 ACC=tl.float64 if weights.dtype == torch.float32 else tl.float32, EXACT=bucket.exact,
                 TRUSTED=batch.trusted, WIDE=layout.wide_rows,
@@ -164,7 +169,8 @@ def update(
 ) -> None:
     """Sums the gradient of every row that the batch touched and applies the optimizer to it, once a row, in place.
 
-    weights: the flat tables; state: the flat fp32 row-wise state (unused by SGD); grad: gradient of the output, contiguous.
+    weights: the flat tables; state: the flat fp32 row-wise state (unused by SGD).
+    grad: gradient of the output, contiguous.
     """
     if batch.indices.numel() == 0 or layout.num_keys == 0:
         return
@@ -217,8 +223,9 @@ def _apply(
                 weights, state, grad, runs.first, runs.last, runs.row_key, runs.row_table, runs.bounds,
                 kind * (len(layout.buckets) + 1) + index, runs.source, runs.scale, blocks, supers, layout.table_meta,
                 optimizer.learning_rate, optimizer.eps, optimizer.weight_decay, max_gradient, optimizer.seed,
-                SINGLE=kind == transpose.SINGLE, LONG=kind == transpose.LONG, RUNS=abreast, LOOK=look, BLOCK_D=bucket.block_d,
-                VEC=bucket.weight_vec, EXACT=bucket.exact, ADAGRAD=optimizer.adagrad, DECAY=optimizer.weight_decay_mode,
+                SINGLE=kind == transpose.SINGLE, LONG=kind == transpose.LONG, RUNS=abreast, LOOK=look,
+                BLOCK_D=bucket.block_d, VEC=bucket.weight_vec, EXACT=bucket.exact,
+                ADAGRAD=optimizer.adagrad, DECAY=optimizer.weight_decay_mode,
                 STOCHASTIC=optimizer.stochastic_rounding and weights.dtype != torch.float32, SUPER=SUPER,
                 **shared, num_warps=num_warps(bucket.block_d, rows),
             )  # fmt: skip

@@ -4,10 +4,15 @@ linearize   every lookup gets a row key (which row of which table) and a source 
 sort        by row key, stable: lookups of one row become neighbours, in the order of the batch
 runs        each run of equal keys is put into a class by its length, the classes one after another, each in key order
 
-Lengths are judged by looking ahead in the sorted keys, never by a scan, so a run's class is known where it begins:
-  single  1 lookup        short  2 to SHORT_RUN        middle  to MIDDLE_RUN        medium  everything up to long
-  long    covers a whole aligned block of `block` lookups, whose partial sums are computed apart
-Nothing is read back to the host: counts stay on the device, capacities follow from the number of ids.
+The five classes, each with an update of its own shape:
+  single  1 lookup
+  short   2 to SHORT_RUN lookups
+  middle  more, up to MIDDLE_RUN
+  medium  more, without a whole aligned block of `block` sorted lookups
+  long    more, with one or several whole blocks, whose sums are computed apart
+A class is found by looking a fixed distance ahead in the sorted keys, never by a scan, so it is known where a run
+begins; where it ends, looking back gives the same answer. Nothing is read back to the host: counts stay on the device,
+capacities follow from the number of ids.
 """
 from __future__ import annotations
 
@@ -100,6 +105,7 @@ def linearize_kernel(
     MEAN: tl.constexpr,
     VBE: tl.constexpr,
 ):
+    """Keys, sources and scales of the lookups of BAGS bags of one feature a program, in the order of the batch."""
     tiles = tl.cdiv(batch_size, BAGS)
     feature = (tl.program_id(0) // tiles).to(tl.int64)
     tile = tl.program_id(0) % tiles
@@ -117,9 +123,11 @@ def linearize_kernel(
     length = (end - begin).to(tl.int32)
     # Wide steps keep more loads of long bags in flight, and would idle on short ones.
     if tl.max(length, axis=0) <= 8:
-        _linearize(keys, source, scale, indices, sample_weights, begin, length, row, key_begin, rows, no_row, 4, WEIGHTED, MEAN)
+        _linearize(keys, source, scale, indices, sample_weights, begin, length, row, key_begin, rows, no_row,
+                   4, WEIGHTED, MEAN)  # fmt: skip
     else:
-        _linearize(keys, source, scale, indices, sample_weights, begin, length, row, key_begin, rows, no_row, 32, WEIGHTED, MEAN)
+        _linearize(keys, source, scale, indices, sample_weights, begin, length, row, key_begin, rows, no_row,
+                   32, WEIGHTED, MEAN)  # fmt: skip
     if tl.program_id(0) == 0:
         # Ids before the first bag and after the last belong to no bag.
         head = tl.minimum(tl.maximum(tl.load(offsets).to(tl.int64), 0), num_ids)
@@ -301,7 +309,8 @@ def transpose(
     scaled = mean or sample_weights is not None
     position = torch.int32 if num_ids < 2**31 - 2**20 else torch.int64
     keys = torch.empty(num_ids, dtype=layout.key_dtype, device=device)
-    source = torch.empty(num_ids, dtype=torch.int32 if output_size // OUTPUT_UNIT < 2**31 else torch.int64, device=device)
+    source_dtype = torch.int32 if output_size // OUTPUT_UNIT < 2**31 else torch.int64
+    source = torch.empty(num_ids, dtype=source_dtype, device=device)
     scale = torch.empty(num_ids, dtype=torch.float32, device=device) if scaled else None
     if not trusted:
         keys.fill_(layout.num_keys)
@@ -309,7 +318,8 @@ def transpose(
     linearize_kernel[(layout.num_features * triton.cdiv(batch_size, bags),)](
         keys, source, scale, indices, offsets, sample_weights, bag_output, batch_offsets, layout.feature_meta,
         batch_size, num_ids, offsets.numel() - 1, layout.total_dim, layout.num_keys,
-        UNIT=OUTPUT_UNIT, BAGS=bags, WEIGHTED=sample_weights is not None, MEAN=mean, VBE=bag_output is not None, num_warps=4,
+        UNIT=OUTPUT_UNIT, BAGS=bags, WEIGHTED=sample_weights is not None, MEAN=mean, VBE=bag_output is not None,
+        num_warps=4,
     )  # fmt: skip
     keys, order = torch.sort(keys, stable=True)
     source = source[order]
@@ -321,8 +331,8 @@ def transpose(
     counts = torch.empty(CLASSES * tiles, dtype=torch.int32, device=device)
     wide = position == torch.int64
     shape = {
-        "CLASSES": CLASSES, "TILE": _TILE, "WIDE": wide, "SHORT_LEN": SHORT_RUN, "MIDDLE_LEN": MIDDLE_RUN, "BLOCK": block,
-        "num_warps": 4,
+        "CLASSES": CLASSES, "TILE": _TILE, "WIDE": wide, "SHORT_LEN": SHORT_RUN, "MIDDLE_LEN": MIDDLE_RUN,
+        "BLOCK": block, "num_warps": 4,
     }  # fmt: skip
     count_runs_kernel[(tiles,)](counts, keys, num_ids, tiles, layout.num_keys, **shape)
     counted = counts.cumsum(0, dtype=position)

@@ -1,8 +1,9 @@
 """FBGEMM's table-batched embedding with our forward and backward.
 
-The operator keeps FBGEMM's constructor, storage, state methods and input checks, so whatever knows FBGEMM's class knows this
-one: checkpoints, learning-rate calls, replica synchronisation. Only `forward` is ours, and where the kernels don't take a
-configuration, FBGEMM's own `forward` runs in its place: one call takes one path for its forward and its backward.
+The operator keeps FBGEMM's constructor, storage, state methods and FATAL input check, so whatever knows FBGEMM's class
+knows this one: checkpoints, learning-rate calls, replica synchronisation. Only `forward` is ours, and where the kernels
+don't take a configuration, FBGEMM's own `forward` runs in its place: one call takes one path for its forward and its
+backward.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ class TritonTableBatchedEmbeddingBags(_Base):
     All keywords and defaults are FBGEMM's, with two additions:
 
     Args:
-        embedding_specs: FBGEMM's (rows, dim, location, compute device) a table, or (rows, dim) for a table in the memory of
-            `device` (default: the current GPU, or the CPU where there is none).
-        strict: raise NotImplementedError, naming every reason, when the kernels can't take the configuration. By default
-            one line is logged and FBGEMM's path runs.
+        embedding_specs: FBGEMM's (rows, dim, location, compute device) a table, or (rows, dim) for a table in the
+            memory of `device` (default: the current GPU, or the CPU where there is none).
+        strict: raise NotImplementedError, naming every reason, when the kernels can't take the configuration. By
+            default one line is logged and FBGEMM's path runs.
 
     Attributes:
         triton_reasons: why FBGEMM's path runs; empty when Triton runs.
@@ -218,8 +219,8 @@ class TritonTableBatchedEmbeddingBags(_Base):
             output = torch.empty(shape, dtype=dtype, device=indices.device)
         self._count_step()
         return _Lookup.apply(
-            self.placeholder_autograd_tensor, batch.sample_weights, vbe_output, output, self, batch, self._optimizer_now(),
-            feature_requires_grad,
+            self.placeholder_autograd_tensor, batch.sample_weights, vbe_output, output, self, batch,
+            self._optimizer_now(), feature_requires_grad,
         )  # fmt: skip
 
     def _prepare(
@@ -231,7 +232,7 @@ class TritonTableBatchedEmbeddingBags(_Base):
         vbe_output: Tensor | None,
         vbe_output_offsets: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor | None, Any]:
-        """Inputs cast as FBGEMM casts them, and its VBE metadata. Only its FATAL check is FBGEMM's own: it must assert."""
+        """Inputs cast as FBGEMM casts them, and its VBE metadata. FATAL's check is FBGEMM's own: it must assert."""
         if vbe_output is not None or vbe_output_offsets is not None:
             _fbgemm.check_allocated_vbe_output(self.output_dtype, batch_sizes, vbe_output, vbe_output_offsets)
         if self.bounds_check_mode_int == _FATAL:
@@ -272,8 +273,8 @@ class TritonTableBatchedEmbeddingBags(_Base):
             raise ValueError(f"batch_size_per_feature_per_rank has {len(batch_sizes)} entries for {features} features")
         if len({len(sizes) for sizes in batch_sizes}) != 1:
             raise ValueError(
-                f"batch_size_per_feature_per_rank names {sorted({len(sizes) for sizes in batch_sizes})} ranks for different "
-                "features; each feature needs one batch size for every rank"
+                f"batch_size_per_feature_per_rank names {sorted({len(sizes) for sizes in batch_sizes})} ranks for "
+                "different features; each feature needs one batch size for every rank"
             )
         if any(size < 0 for sizes in batch_sizes for size in sizes):
             raise ValueError(f"batch_size_per_feature_per_rank holds a negative batch size: {batch_sizes}")
@@ -349,9 +350,11 @@ class _RepairLog:
         if count > 0 and not self._logged:
             names = ", ".join(module.table_names or []) or f"{len(module.embedding_specs)} tables"
             logger.warning(
-                "%s: %d ids or offsets out of range were repaired (ids set to 0); bounds_check_mode FATAL stops at the first",
-                names, count,
-            )  # fmt: skip
+                "%s: %d ids or offsets out of range were repaired (ids set to 0); bounds_check_mode FATAL stops at the "
+                "first",
+                names,
+                count,
+            )
         self._logged = count > 0
 
 
