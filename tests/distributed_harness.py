@@ -32,6 +32,7 @@ class Ranks:
     def __init__(self, world_size: int, backend: str = "gloo") -> None:
         self.world_size, self.backend = world_size, backend
         self._workers: list[tuple[Any, Any]] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         if not self._workers:
@@ -65,7 +66,8 @@ class Ranks:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
-        store = os.path.join(tempfile.mkdtemp(prefix="torchrec_triton_ranks_"), "store")
+        self._folder = tempfile.TemporaryDirectory(prefix="torchrec_triton_ranks_")
+        store = os.path.join(self._folder.name, "store")
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             process = context.Process(

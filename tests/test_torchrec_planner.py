@@ -21,7 +21,7 @@ from torchrec.distributed.planner.storage_reservations import (
     HeuristicalStorageReservation,
 )
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
-from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingPlan
+from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingEnv2D, ShardingPlan, ShardingStrategy
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
@@ -388,6 +388,20 @@ def test_sharder_refuses_before_any_collective(table: Table, fused_params: dict[
     env = ShardingEnv.from_local(world_size=2, rank=0)
     error = refused(Case((table,)), env, **fused_params)
     assert error.reasons.keys() == {"t"} and words in str(error)
+
+
+def test_fully_sharded_replicas_are_refused() -> None:
+    env = object.__new__(ShardingEnv2D)
+    env.sharding_strategy = ShardingStrategy.FULLY_SHARDED
+    assert "FULLY_SHARDED" in str(refused(Case((Table("t", "tw0"),)), env))
+
+
+def test_column_shard_of_an_odd_width_is_refused() -> None:
+    sharding = make_plan(Case((Table("t", "cw", "fused", dim=16),)), collection(Case((Table("t", "cw", dim=16),))), 2)
+    for shard in sharding.plan["ebc"]["t"].sharding_spec.shards:
+        shard.shard_sizes = [10, 6]
+    with pytest.raises(UnsupportedTableError, match="table t: embedding dim 6 is not a multiple of 4"):
+        with_compute_kernel(sharding, "fused_triton")
 
 
 def test_sharder_names_every_table_and_reason() -> None:

@@ -216,6 +216,24 @@ def test_weights_count_whatever_the_collection_says(weighted: bool) -> None:
             torch.testing.assert_close(out, torch.full((1, 4), 210.0))
 
 
+def mean_with_weights(kernel: str, sharding: str) -> Trained:
+    """A MEAN table in an unweighted collection, and a batch that has weights nevertheless."""
+    case = Case((Table("a", sharding, kernel, pooling=PoolingType.MEAN),))
+    model = shard(case)
+    weights = torch.tensor([1.0, 3.0, 0.5])
+    features = KeyedJaggedTensor(["a_f0"], torch.tensor([0, 5, 7]), lengths=torch.tensor([2, 1]), weights=weights)
+    out = model(features).values()
+    (out * torch.arange(8.0)).sum().backward()
+    return snapshot(model, [{"a_f0": out.detach().clone()}])
+
+
+@pytest.mark.parametrize("sharding", ["tw0", "cw", "rw", "twrw"])
+def test_mean_with_weights_is_what_fused_gives(sharding: str) -> None:
+    """Row-wise, TorchRec pools with SUM and divides by the sum of weights; otherwise FBGEMM's path runs the call."""
+    ours, theirs = (ranks(2).run(mean_with_weights, kernel, sharding) for kernel in ("fused_triton", "fused"))
+    check_same(ours, theirs)
+
+
 def row_state_of_columns() -> Trained:
     case = Case((Table("a", "cw", rows=4, dim=128),))
     model = shard(case)

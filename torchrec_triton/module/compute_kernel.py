@@ -13,13 +13,15 @@ from torchrec.distributed.types import ShardingEnv, ShardingType
 from torchrec.modules.embedding_configs import DataType
 
 from torchrec_triton.module.tbe import TritonTableBatchedEmbeddingBags
+from torchrec_triton.plan.reasons import UnsupportedTableError
 
 
 class BatchedFusedTritonEmbeddingBag(BatchedFusedEmbeddingBag):
     """One group of tables on the Triton operator. Storage, names, optimizer and state dict are FBGEMM's `fused`.
 
     Raises:
-        ValueError: the operator cannot run this group; the sharder refuses such tables before it comes to this.
+        UnsupportedTableError: the operator cannot run this group. The sharder refuses such tables on all ranks before
+            it comes to this; what only this rank can know (no Triton here, say) shows here.
     """
 
     def __init__(
@@ -31,7 +33,11 @@ class BatchedFusedTritonEmbeddingBag(BatchedFusedEmbeddingBag):
         env: ShardingEnv | None = None,
     ) -> None:
         super().__init__(_as_fused(config), pg, device, sharding_type, env)
-        self._emb_module = TritonTableBatchedEmbeddingBags.adopt(self._emb_module, strict=True)
+        # Strict now, but not in calls: weights that come with MEAN tables are seen only then, and an error on the ranks
+        # that hold such tables would leave the others waiting. FBGEMM's path runs those calls, as under `fused`.
+        self._emb_module = TritonTableBatchedEmbeddingBags.adopt(self._emb_module)
+        if self._emb_module.triton_reasons:
+            raise UnsupportedTableError({table: self._emb_module.triton_reasons for table in config.table_names()})
 
 
 def _as_fused(config: GroupedEmbeddingConfig) -> GroupedEmbeddingConfig:
