@@ -19,6 +19,7 @@ from torchrec.distributed.train_pipeline import (
     TrainPipelineSparseDist,
 )
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingEnv
+from torchrec.distributed.utils import _group_sharded_modules
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
@@ -112,7 +113,7 @@ def samples(case: Case) -> Iterator[Sample]:
         yield Sample(jagged(case, features), targets.to(rank_device()))
 
 
-def optimizers(model: DistributedModelParallel, lr: float = 0.1) -> CombinedOptimizer:
+def optimizers(model: DistributedModelParallel, lr: float = 0.001) -> CombinedOptimizer:
     dense = KeyedOptimizerWrapper(
         dict(in_backward_optimizer_filter(model.named_parameters())), lambda params: torch.optim.SGD(params, lr=lr)
     )
@@ -268,6 +269,24 @@ def test_fused_params_are_left_alone() -> None:
     """Two sharders may share one dict."""
     for before, after in ranks(2).run(untouched, CASE):
         assert before == after
+
+
+def replicated_tensors(case: Case) -> tuple[int, list[bool]]:
+    """What 2D parallelism would all-reduce: operators found, and whether their state tensors are the live ones."""
+    model = shard(case)
+    operators = _group_sharded_modules(model)
+    step(model, case, 0)
+    return len(operators), [
+        state["sum"].data_ptr() == operator.momentum1_host[operator.momentum1_physical_offsets[i] :].data_ptr()
+        for operator in operators
+        for i, state in enumerate(operator.get_optimizer_state())
+    ]
+
+
+def test_replica_sync_finds_the_operators() -> None:
+    """TorchRec looks for FBGEMM's class; an operator of another class would be left out and replicas would drift."""
+    for found, live in ranks(2).run(replicated_tensors, Case((Table("a", "rw"), Table("b", "rw")))):
+        assert (found, live) == (1, [True, True])
 
 
 # --- pipelines --------------------------------------------------------------------------------------------------------
