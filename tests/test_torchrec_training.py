@@ -254,6 +254,21 @@ def test_meta_device_allocates_the_local_shard_only() -> None:
     assert got == [(True, 500 * 8), (True, 500 * 8 + 100 * 8)]
 
 
+def on_meta(case: Case) -> list[tuple[int, ...]]:
+    use_local_size(2)
+    tables = collection(case)
+    sharder = TritonEmbeddingBagCollectionSharder(fused_params=fused_params(case))
+    env = ShardingEnv.from_process_group(dist.GroupMember.WORLD)
+    sharded = sharder.shard(tables, make_plan(case, tables).plan["ebc"], env, torch.device("meta"))
+    operators = [kernel.emb_module for lookup in sharded._lookups for kernel in lookup._emb_modules]
+    assert all(weight.is_meta for operator in operators for weight in operator.split_embedding_weights())
+    return [tuple(w.shape) for operator in operators for w in operator.split_embedding_weights()]
+
+
+def test_dry_run_on_the_meta_device() -> None:
+    assert ranks(2).run(on_meta, CASE) == ranks(2).run(on_meta, CASE.with_kernel("fused"))
+
+
 def untouched(case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
     params = fused_params(case)
     before = deepcopy(params)

@@ -33,6 +33,8 @@ class BatchedFusedTritonEmbeddingBag(BatchedFusedEmbeddingBag):
         env: ShardingEnv | None = None,
     ) -> None:
         super().__init__(_as_fused(config), pg, device, sharding_type, env)
+        if device is not None and device.type == "meta":  # a dry run: shapes and names, nothing to launch
+            return
         # Strict now, but not in calls: weights that come with MEAN tables are seen only then, and an error on the ranks
         # that hold such tables would leave the others waiting. FBGEMM's path runs those calls, as under `fused`.
         self._emb_module = TritonTableBatchedEmbeddingBags.adopt(self._emb_module)

@@ -68,7 +68,7 @@ class TritonPooledEmbeddingsLookup(GroupedPooledEmbeddingsLookup):
 class _TritonLookup:
     """Mixin of a sharding: its lookup is ours."""
 
-    # What TorchRec's lookup of this sharding is told, which decides how it pools MEAN; it tells GRID from TWRW no more.
+    # As TorchRec tells its lookup, which pools MEAN by it. GRID goes by the name of TABLE_ROW_WISE there.
     _lookup_sharding_type: ShardingType | None = None
     # Of the TorchRec class beside this one.
     _grouped_embedding_configs_per_rank: list[list[GroupedEmbeddingConfig]]
