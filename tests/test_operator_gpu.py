@@ -224,6 +224,103 @@ def test_wide_rows_have_no_holes(precision: str, length: int) -> None:
     check_update(case, batch, before, contents(module), exact=True)
 
 
+@pytest.mark.parametrize("dim", [4096, 8192])
+def test_rows_wider_than_a_tile_of_shared_memory(dim: int) -> None:
+    case = Case(rows=(50, 5), dims=(dim, 4), feature_table_map=(0, 1), lengths=bags(64, 20, 2), weighted=True)
+    module = build(case, DEVICE, strict=True)
+    before, batch = contents(module), weights_wanted(case, make_batch(case, DEVICE))
+    check_output(case, batch, before, step(module, case, batch), exact=True)
+    check_weight_gradient(case, batch, before, batch.per_sample_weights.grad)
+    batch.per_sample_weights.requires_grad_(False)
+    check_update(case, batch, before, contents(module), exact=True)
+
+
+@pytest.mark.parametrize("tables", [32, 128, 1000])
+def test_many_tables(tables: int) -> None:
+    case = Case(
+        rows=(2,) * tables,
+        dims=tuple(4 if t % 2 else 8 for t in range(tables)),
+        feature_table_map=tuple(range(tables)),
+        lengths=(1,) * (2 * tables),
+    )
+    module = build(case, DEVICE, strict=True)
+    before, batch = contents(module), make_batch(case, DEVICE)
+    check_output(case, batch, before, step(module, case, batch), exact=True)
+    check_update(case, batch, before, contents(module), exact=True)
+
+
+def test_variable_batches_of_many_ranks_and_features() -> None:
+    sizes = torch.randint(0, 40, (64, 16), generator=torch.Generator().manual_seed(0)).tolist()
+    case = Case(
+        rows=(1000,) * 64,
+        dims=(4,) * 63 + (20,),
+        feature_table_map=tuple(range(64)),
+        lengths=bags(sum(map(sum, sizes)), 2),
+        batch_sizes=tuple(map(tuple, sizes)),
+    )
+    module = build(case, DEVICE, strict=True)
+    before, batch = contents(module), make_batch(case, DEVICE)
+    check_output(case, batch, before, step(module, case, batch), exact=True)
+    check_update(case, batch, before, contents(module), exact=True)
+
+
+def test_tables_of_very_different_sizes_match_fbgemm() -> None:
+    # A production shard's mix: widths 4 to 128, 2 rows to over a million, bags of 1 to 120 ids.
+    tables = [
+        (1_645_609, 128, 120),
+        (125, 128, 86),
+        (6_192, 128, 86),
+        (125_000, 64, 47),
+        (16_507, 128, 20),
+        (97, 128, 11),
+    ]
+    tables += [
+        (340_000, 128, 7),
+        (75, 8, 1),
+        (91, 8, 1),
+        (23_632, 8, 5),
+        (625, 128, 5),
+        (2, 4, 1),
+        (2, 4, 1),
+        (2, 4, 5),
+    ]
+    rows, dims, lengths = zip(*tables, strict=True)
+    case = Case(
+        rows=rows, dims=dims, feature_table_map=tuple(range(len(tables))), lengths=(), weights_precision="FP16"
+    ).with_options(stochastic_rounding=False)
+    ours, theirs = bare(case), bare(case, FBGEMM)
+    for mine, its in zip(ours.split_embedding_weights(), theirs.split_embedding_weights(), strict=True):
+        mine.copy_(torch.randint(-16, 17, mine.shape, device=DEVICE) * 0.125)
+        its.copy_(mine)
+    batch_size = 4608
+    counts = torch.tensor([n for n in lengths for _ in range(batch_size)], device=DEVICE)
+    offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    for _ in range(2):
+        ids = torch.cat(
+            [torch.randint(e, (n * batch_size,), device=DEVICE) for e, n in zip(rows, lengths, strict=True)]
+        )
+        gradient = torch.randint(-16, 17, (batch_size, sum(dims)), device=DEVICE) * 0.125
+        for module in (ours, theirs):
+            module(ids, offsets).backward(gradient)
+    check_same_contents(case, contents(ours), contents(theirs), steps=2)
+
+
+def test_more_bags_than_fp32_counts() -> None:
+    features, batch_size, rows = 57, 294_440, 1000
+    module = build(Case(rows=(rows,), dims=(4,), feature_table_map=(0,) * features, lengths=()), DEVICE, strict=True)
+    before = contents(module)
+    count = features * batch_size
+    assert count > 2**24
+    ids = torch.randint(rows, (count,), device=DEVICE)
+    out = module(ids, torch.arange(count + 1, device=DEVICE))
+    blocks = out.view(batch_size, features, 4).transpose(0, 1).reshape(count, 4)
+    assert torch.equal(blocks, before.tables[0][ids])
+    out.sum().backward()
+    # Counts of about 16,784 are exact in fp32, their squares are not.
+    expected = torch.bincount(ids, minlength=rows).double() ** 2
+    torch.testing.assert_close(contents(module).states[0].double(), expected, rtol=8 * U, atol=0)
+
+
 def test_stochastic_rounding_is_unbiased_over_many_rows() -> None:
     case = Case(rows=(20_000,), dims=(128,), feature_table_map=(0,), lengths=(), weights_precision="FP16")
     module = build(case, DEVICE, strict=True, optimizer="EXACT_SGD", learning_rate=1.0)
@@ -399,6 +496,7 @@ def bare(case: Case, cls: type = TritonTableBatchedEmbeddingBags) -> Any:
         optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
         learning_rate=0.5,
         device=torch.device(DEVICE),
+        **case.options,
     )
     for weights in module.split_embedding_weights():
         weights.zero_()
