@@ -9,9 +9,12 @@ and without the gradient of weights that want none. Batches rotate.
 from __future__ import annotations
 
 import argparse
+import datetime
 import gc
 import json
 import statistics
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -197,32 +200,63 @@ HEADER = (
 )
 
 
+def _origin(commit: str) -> dict[str, Any]:
+    """Where and how the figures were made."""
+    if not commit:
+        found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+        commit = found.stdout.strip() or "unknown"
+    return {
+        "date": datetime.date.today().isoformat(),
+        "gpu": torch.cuda.get_device_name(),
+        "versions": {package: _compat.installed_version(package) for package in _compat.PACKAGES},
+        "commit": commit,
+        "command": "python -m torchrec_triton.bench.run " + " ".join(sys.argv[1:]),
+    }
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """The report as Markdown: how it was made, then the table."""
+    versions = ", ".join(f"{package} {version}" for package, version in report["versions"].items())
+    lines = [
+        f"# {report['gpu']}, {report['date']}",
+        "",
+        f"{versions}. Commit {report['commit']}. `{report['command']}`",
+        "",
+        f"Medians of {report['counted']} runs a side; fp16 weights, fp32 output, exact row-wise Adagrad, stochastic rounding, "
+        "bounds checks on. FBGEMM's forward is the faster of its two. A ratio above 1 says that Triton is faster. Host times "
+        "and memory are Triton's / FBGEMM's.",
+        "",
+        HEADER,
+        *(line(row) for row in report["rows"]),
+    ]
+    return "\n".join(lines + [f"\nNot timed, because the sides disagreed: {name}" for name in report["failed"]]) + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="comma-separated substrings of workload names")
-    parser.add_argument("--output", type=Path, default=None, help="JSON file for all figures")
+    parser.add_argument("--output", type=Path, default=None, help="JSON file for all figures; Markdown is put beside it")
     parser.add_argument("--counted", type=int, default=COUNTED, help="counted runs a side")
+    parser.add_argument("--commit", default="", help="what is measured, where this is no git checkout")
     args = parser.parse_args()
     wanted = [w for w in args.only.split(",") if w]
-    rows: list[dict[str, Any]] = []
-    failed: list[str] = []
-    print({package: _compat.installed_version(package) for package in _compat.PACKAGES}, torch.cuda.get_device_name())
+    report: dict[str, Any] = {**_origin(args.commit), "counted": args.counted, "rows": [], "failed": []}
+    print({key: report[key] for key in ("date", "gpu", "versions", "commit")})
     print(HEADER)
     for workload in real():
         if wanted and not any(w in workload.name for w in wanted):
             continue
-        start = time.perf_counter()
         try:
-            rows.append(measure(workload, counted=args.counted))
+            report["rows"].append(measure(workload, counted=args.counted))
+            print(line(report["rows"][-1]), flush=True)
         except GateError as error:
-            failed.append(workload.name)
+            report["failed"].append(workload.name)
             print(f"| {workload.name:30s} | not timed: {error} |", flush=True)
-            continue
-        print(line(rows[-1]), f" {time.perf_counter() - start:.0f}s", flush=True)
         if args.output:
-            args.output.write_text(json.dumps(rows, indent=1))
-    if failed:
-        raise SystemExit(f"gate failed: {', '.join(failed)}")
+            args.output.write_text(json.dumps(report, indent=1))
+            args.output.with_suffix(".md").write_text(markdown(report))
+    if report["failed"]:
+        raise SystemExit(f"gate failed: {', '.join(report['failed'])}")
 
 
 if __name__ == "__main__":

@@ -305,7 +305,7 @@ class TritonTableBatchedEmbeddingBags(_Base):
             weight_decay_mode=_WEIGHT_DECAY[self.weight_decay_mode.name],
             max_gradient=float(args.max_gradient) if args.gradient_clipping else None,
             stochastic_rounding=rounds,
-            seed=_draw_seed(self.D_offsets.device) if rounds and torch.is_grad_enabled() else 0,
+            seed=_draw_seed(self.D_offsets.device, self.step) if rounds and torch.is_grad_enabled() else 0,
         )
 
 
@@ -419,16 +419,19 @@ def _full_spec(spec: tuple, device: Any) -> tuple:
     return (*spec, _fbgemm.EmbeddingLocation.DEVICE, _fbgemm.ComputeDevice.CUDA)
 
 
-def _draw_seed(device: torch.device) -> int:
+def _draw_seed(device: torch.device, step: int) -> int:
     """A seed for one step's stochastic rounding, from the device's default generator, which it advances.
 
+    A graph under capture can't read the generator, so its seed follows from the step and every replay rounds alike.
     Always between 2^62 and 2^63, so that the kernels see one integer type.
     """
-    if device.type == "cuda":
+    if device.type == "cpu":
+        mixed = int(torch.randint(0, 2**62, (), dtype=torch.int64))
+    elif torch.cuda.is_current_stream_capturing():
+        mixed = step * 0x9E3779B97F4A7C15
+    else:
         generator = torch.cuda.default_generators[device.index or 0]
         offset = generator.get_offset()
         generator.set_offset(offset + 4)
-        mixed = (generator.initial_seed() * 0x9E3779B97F4A7C15 + offset) & (2**62 - 1)
-    else:
-        mixed = int(torch.randint(0, 2**62, (), dtype=torch.int64))
-    return 2**62 | mixed
+        mixed = generator.initial_seed() * 0x9E3779B97F4A7C15 + offset
+    return 2**62 | mixed & (2**62 - 1)
