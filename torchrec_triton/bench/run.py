@@ -222,9 +222,9 @@ def markdown(report: dict[str, Any]) -> str:
         "",
         f"{versions}. Commit {report['commit']}. `{report['command']}`",
         "",
-        f"Medians of {report['counted']} runs a side; fp16 weights, fp32 output, exact row-wise Adagrad, stochastic rounding, "
-        "bounds checks on. FBGEMM's forward is the faster of its two. A ratio above 1 says that Triton is faster. Host times "
-        "and memory are Triton's / FBGEMM's.",
+        f"Medians of {report['counted']} runs a side; fp16 weights, fp32 output, exact row-wise Adagrad, stochastic "
+        "rounding, bounds checks on. FBGEMM's forward is the faster of its two. A ratio above 1 says that Triton is "
+        "faster. Host times and memory are Triton's / FBGEMM's.",
         "",
         HEADER,
         *(line(row) for row in report["rows"]),
@@ -235,7 +235,7 @@ def markdown(report: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="comma-separated substrings of workload names")
-    parser.add_argument("--output", type=Path, default=None, help="JSON file for all figures; Markdown is put beside it")
+    parser.add_argument("--output", type=Path, default=None, help="JSON file; Markdown is put beside it")
     parser.add_argument("--counted", type=int, default=COUNTED, help="counted runs a side")
     parser.add_argument("--commit", default="", help="what is measured, where this is no git checkout")
     args = parser.parse_args()
