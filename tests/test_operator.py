@@ -858,6 +858,33 @@ def test_offsets_are_repaired_as_fbgemm_repairs_them(
             torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize(
+    "offsets, repaired",
+    [
+        ([0, 5, 4, 3, 6], [0, 5, 5, 5, 6]),
+        ([0, 5, 3, 4, 6], [0, 5, 5, 5, 6]),
+        ([9, 1, -7, 3, 2], [6, 6, 6, 6, 6]),
+        ([-3, 99, 0, 0, 0], [0, 6, 6, 6, 6]),
+    ],
+)
+@pytest.mark.parametrize("variable", [False, True])
+def test_an_id_is_judged_by_the_table_that_reads_it_whatever_the_offsets(
+    offsets: list[int], repaired: list[int], variable: bool, device: torch.device
+) -> None:
+    # Several offsets decrease, across features whose tables differ in size: an id must not pass as another table's.
+    case = Case(rows=(3, 3, 3, 1000), dims=(4,) * 4, feature_table_map=(0, 1, 2, 3), lengths=(), seed=2)
+    module = build(case, device, strict=True, bounds_check_mode="IGNORE")
+    before = contents(module)
+    ids, given_offsets = torch.full((6,), 900, device=device), torch.tensor(offsets, device=device)
+    sizes = [[1]] * 4 if variable else None
+    out = module(ids, given_offsets, batch_size_per_feature_per_rank=sizes).flatten()
+    assert given_offsets.tolist() == repaired
+    for feature, table in enumerate(before.tables):
+        begin, end = repaired[feature : feature + 2]
+        row = table[900 if feature == 3 else 0]
+        assert torch.equal(out[4 * feature :][:4], (end - begin) * row)
+
+
 @pytest.mark.parametrize("offsets", [[0, 3, 2], [0, 5, 4], [-1, 2, 3], [0, 2, 99], [3, 0, 0], [2, 2, 2]])
 def test_offsets_that_are_not_checked_never_reach_outside(offsets: list[int], device: torch.device) -> None:
     module = two_tables(device, strict=True, bounds_check_mode="NONE")

@@ -1,7 +1,7 @@
 """Checks and repairs ids and offsets in place, as FBGEMM's WARNING and IGNORE modes do.
 
-An id outside [0, rows of its table) that is not -1 becomes 0. Offsets that are negative, decrease or pass the number of
-ids are clamped, and the last one is set to the number of ids. Each repair is counted.
+An id outside [0, rows of its table) that is not -1 becomes 0. Offsets that are negative or pass the number of ids are
+clamped, one below an earlier one is raised to it, and the last is set to the number of ids. Each repair is counted.
 
 The ids are walked by position, not by bag: a tile of them lies in one feature, or few, which one search finds. So the
 check costs one read of the ids, at the speed of the memory.
@@ -23,11 +23,19 @@ def check_offsets_kernel(offsets, repairs, num_bags, num_ids, TILE: tl.constexpr
     short = live & (bag == num_bags - 1) & (end != num_ids)
     count = tl.sum((wrong | short).to(tl.int64), axis=0)
     if count > 0:
-        begin = tl.minimum(tl.maximum(begin, 0), num_ids)
-        end = tl.minimum(tl.maximum(end, begin), num_ids)
-        end = tl.where(bag == num_bags - 1, num_ids, end)
-        tl.store(offsets + bag, begin.to(offsets.dtype.element_ty), mask=wrong)
-        tl.store(offsets + bag + 1, end.to(offsets.dtype.element_ty), mask=wrong | short)
+        # A running maximum, which features rely on to be in order. Maxima commute, so neighbouring programs may mix.
+        most = (tl.zeros([TILE], tl.int64) + num_ids).to(offsets.dtype.element_ty)
+        floor = tl.minimum(tl.maximum(begin, 0), num_ids).to(offsets.dtype.element_ty)
+        tl.atomic_max(offsets + bag, floor, mask=wrong)
+        tl.atomic_min(offsets + bag, most, mask=wrong)
+        tl.store(offsets + bag + 1, most, mask=short)
+        at = bag + 1
+        behind = wrong
+        while tl.max(behind.to(tl.int32), axis=0) > 0:
+            behind = behind & (at <= num_bags)
+            behind = behind & (tl.load(offsets + at, mask=behind, other=0) < floor)
+            tl.atomic_max(offsets + at, floor, mask=behind)
+            at += 1
         tl.atomic_add(repairs, count)
 
 
