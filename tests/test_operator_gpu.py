@@ -439,9 +439,9 @@ def compiled_kernels() -> int:
     """How many variants Triton has compiled for this device, over all kernels of the package."""
     import triton
 
-    from torchrec_triton.kernels import backward, common, forward, transpose
+    from torchrec_triton.kernels import backward, bounds_check, common, forward, transpose
 
-    modules: list[ModuleType] = [backward, common, forward, transpose]
+    modules: list[ModuleType] = [backward, bounds_check, common, forward, transpose]
     functions = {id(f): f for m in modules for f in vars(m).values() if isinstance(f, triton.runtime.jit.JITFunction)}
     return sum(len(f.device_caches[torch.cuda.current_device()][0]) for f in functions.values())
 
