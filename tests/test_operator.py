@@ -197,12 +197,29 @@ def test_the_last_row_at_any_total_of_rows(total: int, device: torch.device) -> 
 
 
 # Lengths around the borders of the classes of runs: one, few, a block of lookups, several blocks.
-@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 8, 9, 127, 128, 129, 255, 256, 257, 383, 385, 513, 1025])
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 31, 32, 33, 127, 128, 129, 255, 256, 257, 385, 513, 1025])
 @pytest.mark.parametrize("bags", [1, 2])
 def test_a_row_with_any_number_of_occurrences(length: int, bags: int, device: torch.device) -> None:
     case = Case(rows=(3, 2), dims=(4, 36), feature_table_map=(0, 1), lengths=(length,) * (2 * bags), ids="equal")
     module = build(case, device, strict=True)
     before, batch = contents(module), make_batch(case, device)
+    check_output(case, batch, before, step(module, case, batch), exact=True)
+    check_update(case, batch, before, contents(module), exact=True)
+
+
+@pytest.mark.parametrize("dim, seed", [(4, 0), (4, 1), (132, 2)])
+def test_runs_of_every_length_at_any_place_in_a_block(dim: int, seed: int, device: torch.device) -> None:
+    lengths = torch.tensor(
+        [1, 2, 3, 4, 5, 6, 31, 32, 33, 64, 100, 127, 128, 129, 191, 255, 256, 257, 300, 384, 400, 511]
+    )
+    generator = torch.Generator().manual_seed(seed)
+    lengths = lengths[torch.randperm(len(lengths), generator=generator)]
+    ids = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    bags = torch.tensor([ids.numel() // 16] * 15 + [ids.numel() - 15 * (ids.numel() // 16)])
+    case = Case(rows=(len(lengths),), dims=(dim,), feature_table_map=(0,), lengths=tuple(bags.tolist()), seed=seed)
+    module = build(case, device, strict=True)
+    before, batch = contents(module), make_batch(case, device)
+    batch.indices.copy_(ids[torch.randperm(ids.numel(), generator=generator)])
     check_output(case, batch, before, step(module, case, batch), exact=True)
     check_update(case, batch, before, contents(module), exact=True)
 
