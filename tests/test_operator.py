@@ -82,7 +82,7 @@ OPTIMIZERS = st.one_of(
 DECAYING = st.sampled_from(("L2", "DECOUPLE")).map(lambda mode: {"weight_decay": 0.25, "weight_decay_mode": mode})
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(case=cases(), options=OPTIMIZERS | DECAYING, stochastic=st.booleans())
 def test_two_steps_of_any_batch_match_the_reference(case: Case, options: dict[str, Any], stochastic: bool) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -102,7 +102,7 @@ def test_two_steps_of_any_batch_match_the_reference(case: Case, options: dict[st
         check_update(case, batch, before, contents(module), exact, stochastic)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(case=cases(precisions=("FP32",), output_dtypes=("FP32",), pruned=False, min_batch=1), options=OPTIMIZERS)
 def test_three_steps_of_any_batch_match_fbgemm(case: Case, options: dict[str, Any]) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
