@@ -52,8 +52,8 @@ class Case:
 # Every dtype, every flag of a kernel and every tile width, each in one case at least.
 CASES = {
     "fp16": Case(dims=(128,), weights=torch.float16),
-    # Few bags: a tile takes several lookups of each. Just enough lookups for blocks of blocks.
-    "fp16_few_bags": Case(dims=(128,), weights=torch.float16, weighted=True, decay=2, batch=448),
+    # Just enough lookups for blocks of blocks.
+    "fp16_few_ids": Case(dims=(128,), weights=torch.float16, weighted=True, decay=2, batch=448),
     "fp32_mixed_dims": Case(
         dims=(4, 20, 100), weights=torch.float32, ids=torch.int32, weighted=True, trusted=False, decay=1, clip=1.0
     ),

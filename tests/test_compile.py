@@ -88,9 +88,8 @@ def test_common_case_has_no_spills_and_wide_loads(compiled, capability):
     kernels = compiled("fp16", capability)
     assert {k["kernel"]: k["stack"] for k in kernels if k["stack"]} == {}
     for kernel in _named(kernels, "tbe_fwd_kernel"):
-        rows = kernel["flags"]["BAGS"] * kernel["flags"]["LOOK"]
         # A tile before the loop and one in it, on both ways through the bags.
-        _check_wide(kernel, 4 * rows * 128 * 2)
+        _check_wide(kernel, 4 * kernel["flags"]["BAGS"] * 128 * 2)
     for kernel in _named(kernels, "update_kernel"):
         runs, look = kernel["flags"]["RUNS"], kernel["flags"]["LOOK"]
         # A long run sums five stretches: lookups before its blocks, blocks, blocks of blocks, blocks, lookups after.

@@ -1,9 +1,9 @@
 """Pooled lookup: out[bag] = sum over its lookups of s_i * W[id_i], divided by the bag length for MEAN.
 
-A tile of [BAGS * LOOK, D] rows walks BAGS neighbouring bags of one feature side by side, LOOK lookups of each at a
-step. Its rows are loaded one step ahead of their sum and their ids two, so that a warp always has a tile of rows in
-flight. Bags of very different lengths would leave most of the tile idle: then the program takes them one after another,
-the whole tile on one bag. Which way depends on the data alone, so equal inputs give equal bits.
+A [BAGS, D] tile walks BAGS neighbouring bags of one feature side by side, a lookup of each at a step. Its rows are
+loaded one step ahead of their sum and their ids two, so that a warp always has a tile of rows in flight. Bags of very
+different lengths would leave most of the tile idle: then the program takes them one after another, BAGS lookups of a
+bag at a step. Which way depends on the data alone, so equal inputs give equal bits.
 
 Sums are fp32 for fp16 and bf16 rows and fp64 for fp32 rows. Bytes that must move: the distinct rows, the ids, the
 output.
@@ -133,7 +133,6 @@ def tbe_fwd_kernel(
     num_ids,
     total_dim,
     BAGS: tl.constexpr,
-    LOOK: tl.constexpr,
     BLOCK_D: tl.constexpr,
     WEIGHT_VEC: tl.constexpr,
     ACC: tl.constexpr,
@@ -161,19 +160,19 @@ def tbe_fwd_kernel(
         b = begin_bag + tl.arange(0, BAGS)
         begin, end = bag_range(offsets, first + b, b < count, num_ids)
         length = end - begin
-        # Side by side takes a step for every LOOK lookups of the longest bag; one after another a step for every
-        # BAGS * LOOK lookups, and two more a bag.
-        uneven = tl.max(length, axis=0) > (tl.sum(length, axis=0) // (BAGS * LOOK) + 2 * BAGS) * LOOK
+        # Side by side takes a step for every lookup of the longest bag; one after another a step for every BAGS
+        # lookups, and two more a bag.
+        uneven = tl.max(length, axis=0) > tl.sum(length, axis=0) // BAGS + 2 * BAGS
     if uneven:
         for k in range(0, BAGS):
             _pool(
                 output, table, indices, sample_weights, bag_output, offsets, first, begin_bag + k, count, rows, dim,
-                column, num_ids, total_dim, d, 1, BAGS * LOOK, ACC, EXACT, TRUSTED, WIDE, WEIGHTED, MEAN, VBE,
+                column, num_ids, total_dim, d, 1, BAGS, ACC, EXACT, TRUSTED, WIDE, WEIGHTED, MEAN, VBE,
             )  # fmt: skip
     else:
         _pool(
             output, table, indices, sample_weights, bag_output, offsets, first, begin_bag, count, rows, dim, column,
-            num_ids, total_dim, d, BAGS, LOOK, ACC, EXACT, TRUSTED, WIDE, WEIGHTED, MEAN, VBE,
+            num_ids, total_dim, d, BAGS, 1, ACC, EXACT, TRUSTED, WIDE, WEIGHTED, MEAN, VBE,
         )  # fmt: skip
 
 

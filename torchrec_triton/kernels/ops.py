@@ -112,20 +112,17 @@ def lookup(layout: TableLayout, weights: torch.Tensor, batch: Batch, output: tor
     if batch.offsets.numel() <= 1:
         return
     num_ids = batch.indices.numel()
-    enough = 2 * 32 * num_sms(weights.device)  # programs that fill the device twice
     with _on(weights.device):
         for bucket in layout.buckets:
-            rows = tile_rows(bucket.block_d, tuning.TILES.forward // (2 if weights.dtype == torch.float32 else 1))
-            look = 1 if bucket.num_features * triton.cdiv(batch.batch_size, rows) >= enough else min(4, rows)
-            bags = rows // look
+            bags = tile_rows(bucket.block_d, tuning.TILES.forward // (2 if weights.dtype == torch.float32 else 1))
             forward.tbe_fwd_kernel[(bucket.num_features * triton.cdiv(batch.batch_size, bags),)](
                 output, weights, batch.indices, batch.offsets, batch.sample_weights, batch.bag_output,
                 batch.batch_offsets, bucket.features, layout.feature_meta, batch.batch_size, num_ids, layout.total_dim,
-                BAGS=bags, LOOK=look, BLOCK_D=bucket.block_d, WEIGHT_VEC=bucket.weight_vec,
+                BAGS=bags, BLOCK_D=bucket.block_d, WEIGHT_VEC=bucket.weight_vec,
                 ACC=tl.float64 if weights.dtype == torch.float32 else tl.float32, EXACT=bucket.exact,
                 TRUSTED=batch.trusted, WIDE=layout.wide_rows,
                 WEIGHTED=batch.sample_weights is not None, MEAN=batch.mean, VBE=batch.bag_output is not None,
-                num_warps=num_warps(bucket.block_d, rows),
+                num_warps=num_warps(bucket.block_d, bags),
             )  # fmt: skip
 
 

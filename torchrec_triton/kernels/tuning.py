@@ -17,7 +17,7 @@ class Tiles:
     waves: programs of the update kernels, a multiprocessor, at most.
     """
 
-    forward: int = 1024
+    forward: int = 512
     single: int = 512
     short: int = 512
     middle: int = 512
