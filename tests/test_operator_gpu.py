@@ -135,8 +135,10 @@ REAL = {
 def test_three_steps_at_real_size(name: str) -> None:
     case = REAL[name].with_options(stochastic_rounding=False)
     ours = build(case, DEVICE, strict=True)
-    # FBGEMM 1.6.0 has no bf16 tables on a GPU through this constructor; the reference covers them.
-    theirs = None if case.weights_precision == "BF16" else build(case, DEVICE, FBGEMM)
+    # FBGEMM 1.6.0 has no bf16 tables on a GPU through this constructor, and rows wider than 1024 come back as zeros
+    # from some bag on (seen from bag 3,263); the reference covers both.
+    compared = case.weights_precision != "BF16" and max(case.dims) <= 1024
+    theirs = build(case, DEVICE, FBGEMM) if compared else None
     for number in range(3):
         before, batch = contents(ours), make_batch(case, DEVICE, number)
         outs, gradients = [], []
@@ -302,7 +304,11 @@ def test_tables_of_very_different_sizes_match_fbgemm() -> None:
         gradient = torch.randint(-16, 17, (batch_size, sum(dims)), device=DEVICE) * 0.125
         for module in (ours, theirs):
             module(ids, offsets).backward(gradient)
-    check_same_contents(case, contents(ours), contents(theirs), steps=2)
+        check_same_contents(case, contents(ours), contents(theirs), steps=1)
+        # Both go on from the same weights: where a rounding went to neighbours, the sides are a spacing apart at what a
+        # weight was then, and it may be nearer to 0 later.
+        for mine, its in zip(ours.split_embedding_weights(), theirs.split_embedding_weights(), strict=True):
+            its.copy_(mine)
 
 
 def test_more_bags_than_fp32_counts() -> None:
