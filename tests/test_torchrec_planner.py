@@ -115,13 +115,13 @@ def test_explicit_choice_that_cannot_be_met_names_tables_and_all_reasons() -> No
 
 
 def test_choice_by_glob_and_constraints() -> None:
-    """The last glob that matches counts; TorchRec's own constraint on a table wins over both."""
+    """The first glob that matches counts; TorchRec's own constraint on a table wins over both."""
     names = ["user_a", "user_b", "item_a", "item_b", "other"]
     constraints = on_one_type("table_wise", *names)
     constraints["user_b"] = ParameterConstraints(sharding_types=["table_wise"], compute_kernels=["fused"])
     plan = planned(
         tables(*({"name": n} for n in names)),
-        choice={"user_*": "fused_triton", "item_*": "fused", "item_b": "auto"},
+        choice={"user_*": "fused_triton", "item_b": "auto", "item_*": "fused", "user_a": "fused"},
         constraints=constraints,
     )
     triton = {table for table, kernel in kernels(plan).items() if kernel == "fused_triton"}
@@ -312,7 +312,7 @@ def mixed_plan() -> tuple[Model, ShardingPlan]:
 
 def test_swap_some_tables() -> None:
     _, plan = mixed_plan()
-    swapped = with_compute_kernel(plan, {"?w": "fused_triton", "cw": "fused"})
+    swapped = with_compute_kernel(plan, {"cw": "fused", "?w": "fused_triton"})
     assert kernels(swapped) == {"tw": "fused_triton", "rw": "fused_triton", "cw": "fused", "dp": "dense"}
     assert kernels(plan) == {"tw": "fused", "rw": "fused", "cw": "fused", "dp": "dense"}
     for table, sharding in plan.plan["ebc"].items():

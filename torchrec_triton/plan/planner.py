@@ -2,7 +2,8 @@
 
 A choice is one kernel for all tables, or globs on table names -> kernel. The kernels are "fused_triton" (an error if a
 table cannot have it), "fused" (FBGEMM) and "auto" (Triton where support.py says yes, else FBGEMM and one log line for
-the table). Of several globs that match a table the last one counts. A table that none matches keeps what it has in a
+the table). Of several globs that match a table the first one counts, as of the rules in a
+configuration file. A table that none matches keeps what it has in a
 finished plan, and gets "fused" while planning.
 
 Planning needs neither a GPU nor Triton.
@@ -234,8 +235,7 @@ def _validated(choice: Choice) -> dict[str, str]:
 
 
 def _chosen(table: str, choice: Mapping[str, str]) -> str | None:
-    matching = [kernel for glob, kernel in choice.items() if fnmatchcase(table, glob)]
-    return matching[-1] if matching else None
+    return next((kernel for glob, kernel in choice.items() if fnmatchcase(table, glob)), None)
 
 
 def _refuse_unmatched(choice: Mapping[str, str], tables: list[str]) -> None:
