@@ -2,9 +2,8 @@
 
 A choice is one kernel for all tables, or globs on table names -> kernel. The kernels are "fused_triton" (an error if a
 table cannot have it), "fused" (FBGEMM) and "auto" (Triton where support.py says yes, else FBGEMM and one log line for
-the table). Of several globs that match a table the first one counts, as of the rules in a
-configuration file. A table that none matches keeps what it has in a
-finished plan, and gets "fused" while planning.
+the table). Of several globs that match a table the first one counts, as of the rules in a configuration file. A table
+that none matches keeps what it has in a finished plan, and gets "fused" while planning.
 
 Planning needs neither a GPU nor Triton.
 """
