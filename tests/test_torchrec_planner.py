@@ -251,6 +251,15 @@ def test_dims_that_fbgemm_cannot_store(dim: int) -> None:
         )
 
 
+def test_rows_wider_than_the_kernels_tile() -> None:
+    """Whole rows run on FBGEMM; cut by columns the same table has shards that fit."""
+    model = tables({"name": "t", "embedding_dim": 16384})
+    for kind, kernel in (("table_wise", "fused"), ("row_wise", "fused"), ("column_wise", "fused_triton")):
+        assert kernels(planned(model, constraints=on_one_type(kind, "t"))) == {"t": kernel}
+    with pytest.raises(UnsupportedTableError, match=r"table t: embedding dim 16384 .*; allowed: up to 8192"):
+        planned(model, choice="fused_triton", constraints=on_one_type("table_wise", "t"))
+
+
 def test_constraints_and_fused_params_are_left_alone() -> None:
     constraints = on_one_type("table_wise", "t", output_dtype=DataType.FP16)
     the_sharders = sharders(eps=1e-3)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MIN_CAPABILITY = (8, 0)
+MAX_DIM = 8192  # a tile holds a whole row; wider ones are neither compiled nor tested
 OPTIMIZERS = ("EXACT_SGD", "EXACT_ROWWISE_ADAGRAD")
 DTYPES = ("FP32", "FP16", "BF16")
 POOLING_MODES = ("SUM", "MEAN")
@@ -234,11 +235,13 @@ def unsupported_reasons(
         reason too: it may be new in FBGEMM, and nothing that was asked for is ignored. If FBGEMM does not know it
         either, FBGEMM's own TypeError follows.
     """
+    dims = tuple(dims)
     optimizer, pooling_mode = name_of(optimizer), name_of(pooling_mode)
     sharding_type = None if sharding_type is None else name_of(sharding_type)
     reasons = [
         *_device_reasons(device_type, interpreter, capability, [name_of(location) for location in locations]),
         *(f"embedding dim {dim} is not a multiple of 4, which FBGEMM's storage requires" for dim in dims if dim % 4),
+        *(f"embedding dim {dim} is wider than a tile; allowed: up to {MAX_DIM}" for dim in dims if dim > MAX_DIM),
         *(f"number of rows {count} is negative; allowed: 0 and more" for count in rows if count < 0),
     ]
     if sharding_type == "DATA_PARALLEL":
@@ -295,6 +298,7 @@ def markdown() -> str:
         f"- A GPU with CUDA and compute capability {need} or above; CPU tensors only under `TRITON_INTERPRET=1`.",
         "- Every table in `DEVICE` memory (`HOST` for CPU tensors); never `MANAGED` or `MANAGED_CACHING`.",
         "- Every embedding dim is a multiple of 4 (FBGEMM's storage).",
+        f"- No embedding dim above {MAX_DIM}: a tile holds a whole row. Cut by columns, the shards' dims count.",
         "- `MEAN` pooling without per-sample weights, and not under `GRID_SHARD`.",
         "- Any sharding type but `DATA_PARALLEL`.",
         "- A key that is in neither table is a reason to use FBGEMM.",

@@ -8,14 +8,17 @@ from typing import Any
 import torch
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
-from torchrec.distributed.types import ParameterSharding
+from torchrec.distributed.types import ParameterSharding, ShardingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 
 from torchrec_triton._compat import interpreter_enabled
-from torchrec_triton.support import unsupported_reasons
+from torchrec_triton.support import MAX_DIM, unsupported_reasons
 
 FUSED = EmbeddingComputeKernel.FUSED.value
 FUSED_TRITON = EmbeddingComputeKernel.FUSED_TRITON.value
+_CUTS_COLUMNS = [
+    kind.value for kind in (ShardingType.COLUMN_WISE, ShardingType.TABLE_COLUMN_WISE, ShardingType.GRID_SHARD)
+]
 
 
 class UnsupportedTableError(ValueError):
@@ -72,7 +75,9 @@ def sharding_reasons(
     """
     shapes = [shard.shard_sizes for shard in getattr(sharding.sharding_spec, "shards", [])]
     if not shapes and shape is not None:
-        shapes = [shape]
+        rows, dim = shape
+        # Before planning nobody knows how narrow the columns are cut; the sharder judges the widths that come out.
+        shapes = [(rows, dim % MAX_DIM or MAX_DIM if sharding.sharding_type in _CUTS_COLUMNS else dim)]
     return unsupported_reasons(
         device_type=device_type,
         interpreter=interpreter_enabled(),
