@@ -131,25 +131,29 @@ def test_a_missing_compiler_or_header_is_named(monkeypatch, tmp_path):
     compiler = tmp_path / "gcc"
     compiler.write_text("")
     compiler.chmod(0o755)
-    monkeypatch.setattr(doctor, "python_header", lambda: tmp_path / "Python.h")
+    monkeypatch.setattr(_compat, "python_header", lambda: tmp_path / "Python.h")
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", "")
-    assert "no C compiler" in doctor.launcher_problem()
+    assert "no C compiler" in _compat.launcher_problem()
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert _compat.launch_problem("cuda") is None
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert "no C compiler" in _compat.launch_problem("cuda") and _compat.launch_problem("cpu") is None
     monkeypatch.setenv("CC", "nocc -O2")
-    assert "'nocc -O2'" in doctor.launcher_problem()
+    assert "'nocc -O2'" in _compat.launcher_problem()
     monkeypatch.setenv("CC", f"{compiler} -O2")
-    assert "Python.h is missing" in doctor.launcher_problem()
+    assert "Python.h is missing" in _compat.launcher_problem()
     (tmp_path / "Python.h").touch()
-    assert doctor.launcher_problem() is None
+    assert _compat.launcher_problem() is None
     monkeypatch.delenv("CC")
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert doctor.launcher_problem() is None
+    assert _compat.launcher_problem() is None
 
 
 @pytest.mark.parametrize(("gpu", "entries"), [(True, "problems"), (False, "notes")])
 def test_only_a_gpu_needs_the_compiler(monkeypatch, gpu, entries):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(doctor, "launcher_problem", lambda: "there is no C compiler")
+    monkeypatch.setattr(_compat, "launcher_problem", lambda: "there is no C compiler")
     report = doctor.Report()
     doctor._triton(report, gpu=gpu)
     assert any("there is no C compiler" in entry for entry in getattr(report, entries))

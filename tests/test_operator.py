@@ -15,7 +15,10 @@ import pytest
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType as OptimType
 from fbgemm_gpu.split_embedding_configs import SparseType
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    EmbeddingLocation,
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
 from harness import (
     DTYPES,
     Batch,
@@ -968,6 +971,31 @@ def test_what_triton_does_not_take_is_said_once_and_runs_on_fbgemm(
             batch = make_batch(tables, device)
             module(batch.indices, batch.offsets).sum().backward()
         assert len(caplog.records) == 1
+
+
+def test_a_missing_compiler_is_found_at_construction(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not at the first launch, which may be that of an update. Without a GPU the module only says that it is on one."""
+
+    class OnGpu(TritonTableBatchedEmbeddingBags):
+        def _decide(self, given: dict[str, Any], strict: bool) -> None:
+            self.current_device = torch.device("cuda")
+            self.embedding_specs = [(*spec[:2], EmbeddingLocation.DEVICE, spec[3]) for spec in self.embedding_specs]
+            super()._decide(given, strict)
+
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(NotImplementedError, match="no C compiler for Triton's launcher; install gcc"):
+        OnGpu([(2, 4)], device=device, strict=True)
+    with caplog.at_level(logging.INFO, logger="torchrec_triton"):
+        module = OnGpu([(2, 4)], device=device, learning_rate=0.5)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "no C compiler" in said and len(module.triton_reasons) == 1
+    module.split_embedding_weights()[0].fill_(1.0)
+    module(torch.tensor([1], device=device), torch.tensor([0, 1], device=device)).sum().backward()
+    assert contents(module).tables[0].tolist() == [[1.0] * 4, [0.5] * 4]
 
 
 def test_an_unknown_keyword_is_a_type_error(device: torch.device) -> None:

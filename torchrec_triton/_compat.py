@@ -3,11 +3,15 @@
 Features are probed, versions are only reported: a newer release works as long as it has what is used. Nothing here
 imports a package before it is asked to, so importing `torchrec_triton` needs no GPU, no driver and no compiler.
 """
+
 from __future__ import annotations
 
 import importlib
 import os
+import shutil
+import sysconfig
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 PACKAGES = ("torch", "triton", "torchrec", "fbgemm_gpu")
@@ -44,6 +48,33 @@ def triton_problem() -> str | None:
         problem = f"triton cannot be imported ({type(error).__name__}: {error})"
         return f"{problem}; install the release that this torch asks for"
     return None
+
+
+def launcher_problem() -> str | None:
+    """Why Triton could not build its launcher, which it compiles at the first launch on a GPU; None if it can.
+
+    A launcher that an earlier run left in Triton's cache would need no compiler. Whether it is there is not known
+    before the launch, where an error comes too late, so the compiler is asked for all the same.
+    """
+    if os.environ.get("CC"):
+        if shutil.which(os.environ["CC"].split()[0]) is None:
+            return f"CC is {os.environ['CC']!r}, which is not found; set it to a C compiler or unset it"
+    elif not (shutil.which("gcc") or shutil.which("clang")):
+        return "there is no C compiler for Triton's launcher; install gcc or clang, or name one in CC"
+    header = python_header()
+    if not header.exists():
+        return f"{header} is missing for Triton's launcher; install the headers of this Python (python3-dev on Debian)"
+    return None
+
+
+def python_header() -> Path:
+    return Path(sysconfig.get_path("include"), "Python.h")
+
+
+def launch_problem(device_type: str) -> str | None:
+    """Why no kernel can be launched on a device of this machine, or None. The interpreter needs no launcher."""
+    compiles = device_type == "cuda" and not interpreter_enabled()
+    return triton_problem() or (launcher_problem() if compiles else None)
 
 
 def fbgemm_tbe() -> Any:

@@ -56,7 +56,7 @@ def _explain(options: argparse.Namespace) -> int:
         return 2
     device_type, capability = _device(options.device)
     interpreter = _compat.interpreter_enabled()
-    triton_problem = _compat.triton_problem()
+    problem = _compat.launch_problem("cuda" if capability else "cpu")  # of this machine, whatever was asked about
     print(f"{options.config} on {device_type}, Triton's interpreter {'on' if interpreter else 'off'}\n")
     row = "{:<24}{:>14}{:>7}  {:<6}{:<6}{:<14}{}"
     print(row.format("table", "rows", "dim", "type", "pool", "asked for", "gets"))
@@ -74,7 +74,7 @@ def _explain(options: argparse.Namespace) -> int:
             rows=(table.rows,),
             **config.operator_keywords(),
         )
-        reasons += [triton_problem] if triton_problem else []
+        reasons += [problem] if problem else []
         impossible = asked == "fused_triton" and bool(reasons)
         refused += impossible
         gets = "an error" if impossible else "fused" if asked == "fused" or reasons else "fused_triton"

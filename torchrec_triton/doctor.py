@@ -12,10 +12,8 @@ import platform
 import shutil
 import subprocess
 import sys
-import sysconfig
 from dataclasses import dataclass, field
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 from torchrec_triton import __version__, _compat
@@ -67,23 +65,6 @@ def examine() -> Report:
     else:
         _operator(report, torch)
     return report
-
-
-def launcher_problem() -> str | None:
-    """Why Triton could not build its launcher, which it compiles at the first launch on a GPU; None if it can."""
-    if os.environ.get("CC"):
-        if shutil.which(os.environ["CC"].split()[0]) is None:
-            return f"CC is {os.environ['CC']!r}, which is not found; set it to a C compiler or unset it"
-    elif not (shutil.which("gcc") or shutil.which("clang")):
-        return "there is no C compiler for Triton's launcher; install gcc or clang, or name one in CC"
-    header = python_header()
-    if not header.exists():
-        return f"{header} is missing for Triton's launcher; install the headers of this Python (python3-dev on Debian)"
-    return None
-
-
-def python_header() -> Path:
-    return Path(sysconfig.get_path("include"), "Python.h")
 
 
 def _gpus() -> list[tuple[str, str, str]]:
@@ -200,11 +181,11 @@ def _triton(report: Report, gpu: bool) -> None:
     report.facts.append(("triton", f"{version or 'not installed'}, interpreter {'on' if interpreter else 'off'}"))
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     report.facts.append(("C compiler", compiler or "none"))
-    header = python_header()
+    header = _compat.python_header()
     report.facts.append(("Python.h", str(header) if header.exists() else f"missing ({header})"))
     if problem := _compat.triton_problem():
         report.problems.append(f"{problem}.")
-    elif (problem := launcher_problem()) and not interpreter:
+    elif (problem := _compat.launcher_problem()) and not interpreter:
         (report.problems if gpu else report.notes).append(f"{problem}.{'' if gpu else ' Only a GPU needs it.'}")
     if interpreter and gpu:
         report.notes.append("TRITON_INTERPRET is set: Triton kernels run on the host, very slowly. Unset it to train.")

@@ -94,7 +94,7 @@ class TritonTableBatchedEmbeddingBags(_Base):
             **described,
             **passed,
         )
-        if problem := _compat.triton_problem():
+        if problem := _compat.launch_problem(self.current_device.type):
             self.triton_reasons.append(problem)
         self._strict = strict
         self._layout: TableLayout | None = None
