@@ -24,7 +24,7 @@ from torchrec.distributed.embedding_types import (
 )
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
 from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
-from torchrec.distributed.planner import EmbeddingShardingPlanner
+from torchrec.distributed.planner import EmbeddingShardingPlanner, shard_estimators
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.estimator.config import EmbeddingPerfEstimatorConfig
 from torchrec.distributed.planner.estimator.estimator import EmbeddingPerfEstimatorFactory
@@ -89,6 +89,8 @@ METHODS: list[tuple[Any, str, str]] = [
     (EmbeddingPerfEstimatorConfig, "get_device_bw", "self compute_device compute_kernel"),
     (EmbeddingPerfEstimatorFactory, "create_with_config", "config is_inference topology constraints"),
     (EmbeddingStorageEstimator, "__init__", "self topology constraints"),
+    (EmbeddingStorageEstimator, "estimate", "self sharding_options"),
+    (shard_estimators, "get_num_poolings", "constraints so"),
     (
         SPLIT,
         "forward",

@@ -23,7 +23,6 @@ from torchrec.distributed.planner.constants import BATCH_SIZE
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.estimator.config import EmbeddingPerfEstimatorConfig
 from torchrec.distributed.planner.estimator.estimator import EmbeddingPerfEstimatorFactory
-from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstimator
 from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption
 from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.sharding_plan import get_default_sharders
@@ -43,6 +42,7 @@ from torchrec_triton.plan.reasons import (
     planned_device_type,
     sharding_reasons,
 )
+from torchrec_triton.plan.storage import StorageEstimator
 
 logger = logging.getLogger("torchrec_triton")
 
@@ -128,7 +128,7 @@ def make_planner(
         topology=topology,
         batch_size=batch_size,
         constraints=constraints,
-        estimator=[perf_estimator, EmbeddingStorageEstimator(topology=topology, constraints=constraints)],
+        estimator=[perf_estimator, StorageEstimator(topology=topology, constraints=constraints)],
         choice=_validated(choice),
     )
     return _Planner(
