@@ -15,9 +15,10 @@ import pytest
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType as OptimType
 from fbgemm_gpu.split_embedding_configs import SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
-    EmbeddingLocation,
     SplitTableBatchedEmbeddingBagsCodegen,
+    UserEnabledConfigDefinition,
 )
 from harness import (
     DTYPES,
@@ -39,7 +40,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import cases
 
-from torchrec_triton import TritonTableBatchedEmbeddingBags
+from torchrec_triton import TritonTableBatchedEmbeddingBags, _compat, support
 
 FBGEMM = SplitTableBatchedEmbeddingBagsCodegen
 MODES = ("FATAL", "WARNING", "IGNORE", "V2_FATAL", "V2_WARNING", "V2_IGNORE")
@@ -976,21 +977,17 @@ def test_what_triton_does_not_take_is_said_once_and_runs_on_fbgemm(
 def test_a_missing_compiler_is_found_at_construction(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Not at the first launch, which may be that of an update. Without a GPU the module only says that it is on one."""
-
-    class OnGpu(TritonTableBatchedEmbeddingBags):
-        def _decide(self, given: dict[str, Any], strict: bool) -> None:
-            self.current_device = torch.device("cuda")
-            self.embedding_specs = [(*spec[:2], EmbeddingLocation.DEVICE, spec[3]) for spec in self.embedding_specs]
-            super()._decide(given, strict)
-
+    """Not at the first launch, which may be that of an update. The module is judged as if it were on a GPU."""
+    launch_problem = _compat.launch_problem
+    monkeypatch.setattr(_compat, "launch_problem", lambda device_type: launch_problem("cuda"))
+    monkeypatch.setattr(support, "unsupported_reasons", lambda **keys: [])
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", "")
     with pytest.raises(NotImplementedError, match="no C compiler for Triton's launcher; install gcc"):
-        OnGpu([(2, 4)], device=device, strict=True)
+        TritonTableBatchedEmbeddingBags([(2, 4)], device=device, strict=True)
     with caplog.at_level(logging.INFO, logger="torchrec_triton"):
-        module = OnGpu([(2, 4)], device=device, learning_rate=0.5)
+        module = TritonTableBatchedEmbeddingBags([(2, 4)], device=device, learning_rate=0.5)
     (said,) = [record.getMessage() for record in caplog.records]
     assert "no C compiler" in said and len(module.triton_reasons) == 1
     module.split_embedding_weights()[0].fill_(1.0)
@@ -1061,3 +1058,72 @@ def test_compiled_equals_eager(device: torch.device) -> None:
             losses.append(loss.detach())
         torch.testing.assert_close(*losses)
     assert same_bits(contents(eager), contents(compiled))
+
+
+@pytest.mark.parametrize("optimizer", [OptimType.EXACT_SGD, OptimType.EXACT_ROWWISE_ADAGRAD])
+def test_clipping_keeps_nan_where_it_is(optimizer: Any, device: torch.device) -> None:
+    module = TritonTableBatchedEmbeddingBags(
+        [(3, 4)], device=device, optimizer=optimizer, gradient_clipping=True, max_gradient=0.5, strict=True
+    )
+    module.split_embedding_weights()[0].zero_()
+    out = module(torch.tensor([1, 2], device=device), torch.tensor([0, 1, 2], device=device))
+    gradient = torch.ones_like(out)
+    gradient[0, 0] = float("nan")
+    out.backward(gradient)
+    table = module.split_embedding_weights()[0]
+    assert table[1, 0].isnan() and not table[2].isnan().any() and not table[0].any()
+
+
+def test_a_small_vbe_output_is_refused(device: torch.device) -> None:
+    module = TritonTableBatchedEmbeddingBags([(10, 8), (5, 4)], device=device, strict=True)
+    with pytest.raises(ValueError, match="vbe_output has 4 elements, the blocks of this call take 12"):
+        module(
+            torch.tensor([1, 2], device=device),
+            torch.tensor([0, 1, 2], device=device),
+            batch_size_per_feature_per_rank=[[1], [1]],
+            vbe_output=torch.zeros(4, device=device),
+            vbe_output_offsets=torch.tensor([[0, 8]], device=device),
+        )
+
+
+def test_wrong_arguments_are_named(device: torch.device) -> None:
+    module = TritonTableBatchedEmbeddingBags([(10, 8), (5, 4)], device=device, strict=True)
+    ids, offsets = torch.tensor([1, 2], device=device), torch.tensor([0, 1, 2], device=device)
+    for error, match, call in [
+        (TypeError, "indices is a list", lambda: module([1, 2], offsets)),
+        (ValueError, "per_sample_weights is torch.int64", lambda: module(ids, offsets, ids)),
+        (
+            ValueError,
+            "feature_requires_grad has 1 values for 2 features",
+            lambda: module(ids, offsets, torch.ones(2, device=device), torch.ones(1)),
+        ),
+        (TypeError, "must be a list", lambda: module(ids, offsets, batch_size_per_feature_per_rank=((1,), (1,)))),
+        (ValueError, "embedding_specs is empty", lambda: TritonTableBatchedEmbeddingBags([], device=device)),
+        (ValueError, "tables of .-1. rows", lambda: TritonTableBatchedEmbeddingBags([(-1, 4)], device=device)),
+        (ValueError, "names tables .2.", lambda: TritonTableBatchedEmbeddingBags([(3, 4)], [0, 2], device=device)),
+    ]:
+        with pytest.raises(error, match=match):
+            call()
+
+
+def test_strict_is_judged_before_fbgemm_builds(device: torch.device) -> None:
+    with pytest.raises(NotImplementedError, match="optimizer=ADAM"):
+        TritonTableBatchedEmbeddingBags([(3, 4)], device=device, optimizer=OptimType.ADAM, strict=True)
+
+
+def test_adopting_judges_what_the_module_was_built_with(device: torch.device) -> None:
+    writes_back = UserEnabledConfigDefinition(use_writeback_bwd_prehook=True)
+    tbe = FBGEMM(specs((3,), (4,), device), optimizer=OptimType.EXACT_SGD, extra_optimizer_config=writes_back)
+    with pytest.raises(NotImplementedError, match="extra_optimizer_config"):
+        TritonTableBatchedEmbeddingBags.adopt(tbe, strict=True)
+
+
+def test_weights_of_mean_tables_are_said_once(device: torch.device, caplog: pytest.LogCaptureFixture) -> None:
+    module = TritonTableBatchedEmbeddingBags([(3, 4)], device=device, pooling_mode=PoolingMode.MEAN)
+    arguments = torch.tensor([1, 2], device=device), torch.tensor([0, 2], device=device), torch.ones(2, device=device)
+    with caplog.at_level(logging.WARNING, logger="torchrec_triton"):
+        for _ in range(2):
+            module(*arguments)
+    assert [record.getMessage() for record in caplog.records] == [
+        "1 tables: FBGEMM's kernels run calls with weights, because the tables pool MEAN"
+    ]

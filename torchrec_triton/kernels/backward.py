@@ -21,6 +21,12 @@ from torchrec_triton.kernels.forward import bag_range, feature_range, load_rows,
 
 
 @triton.jit
+def _clip(g, max_gradient):
+    """Each element clipped to +-max_gradient; NaN stays, which minimum and maximum would turn into the limit."""
+    return tl.where(g == g, tl.minimum(tl.maximum(g, -max_gradient), max_gradient), g)
+
+
+@triton.jit
 def _load_grad(
     grad, source, valid, dim, d, max_gradient, EXACT: tl.constexpr, CLIP: tl.constexpr
 ):  # fmt: skip
@@ -30,7 +36,7 @@ def _load_grad(
         mask = mask & (d[None, :] < dim)
     g = tl.load(grad + source.to(tl.int64)[:, None] * OUTPUT_UNIT + d[None, :], mask=mask, other=0.0).to(tl.float32)
     if CLIP:
-        g = tl.minimum(tl.maximum(g, -max_gradient), max_gradient)
+        g = _clip(g, max_gradient)
     return g
 
 
@@ -274,7 +280,7 @@ def sample_weight_grad_kernel(
     at = output_offset(first, b, live, bag_output, total_dim, column, VBE)[:, None] + d[None, :]
     g = tl.load(grad + at, mask=live[:, None] & (d < dim)[None, :], other=0.0).to(tl.float32)
     if CLIP:
-        g = tl.minimum(tl.maximum(g, -max_gradient), max_gradient)
+        g = _clip(g, max_gradient)
     length = (end - begin).to(tl.int32)
     ids = tl.load(indices + begin, mask=length > 0, other=-1)
     for j in range(0, tl.max(length, axis=0)):

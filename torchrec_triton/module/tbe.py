@@ -12,6 +12,7 @@ import inspect
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -47,13 +48,16 @@ class TritonTableBatchedEmbeddingBags(_Base):
     def __init__(self, embedding_specs: Sequence[tuple], *args: Any, strict: bool = False, **kwargs: Any) -> None:
         given = inspect.signature(_Base.__init__).bind(self, embedding_specs, *args, **kwargs).arguments
         given = {key: value for key, value in given.items() if key not in ("self", "embedding_specs")}
-        specs = [_full_spec(spec, given.get("device")) for spec in embedding_specs]
+        specs = _checked_specs(embedding_specs, given.get("feature_table_map"), given.get("device"))
+        reasons = _reasons(specs, given)
+        if strict:
+            _refuse(reasons, given.get("table_names"), len(specs))
         extra = {}
         if getattr(given.get("weights_precision"), "name", "") == "BF16" and "cache_precision" not in given:
             # FBGEMM has no bf16 cache and refuses the default; no table here has a cache.
             extra["cache_precision"] = _fbgemm.SparseType.FP32
         super().__init__(specs, **given, **extra)
-        self._decide(given, strict)
+        self._settle(reasons, strict)
 
     @classmethod
     def adopt(cls, tbe: torch.nn.Module, *, strict: bool = False) -> TritonTableBatchedEmbeddingBags:
@@ -65,51 +69,32 @@ class TritonTableBatchedEmbeddingBags(_Base):
         """
         if type(tbe) is not _Base:
             raise TypeError(f"adopt takes FBGEMM's SplitTableBatchedEmbeddingBagsCodegen, not {type(tbe).__name__}")
+        reasons = _reasons(tbe.embedding_specs, _given(tbe))  # type: ignore[arg-type]
+        if strict:
+            _refuse(reasons, tbe.table_names, len(tbe.embedding_specs))  # type: ignore[arg-type]
         tbe.__class__ = cls
-        tbe._decide({}, strict)  # type: ignore[operator]
+        tbe._settle(reasons, strict)  # type: ignore[operator]
         return tbe  # type: ignore[return-value]
 
-    def _decide(self, given: dict[str, Any], strict: bool) -> None:
-        """Fixes the path at construction from the configuration alone, so that all ranks decide alike."""
-        capability = None
-        if self.current_device.type == "cuda" and torch.cuda.is_available():
-            capability = torch.cuda.get_device_capability(self.current_device)
-        rows, dims, locations, _ = zip(*self.embedding_specs)
-        described = {
-            "optimizer": self.optimizer,
-            "weights_precision": self.weights_precision,
-            "output_dtype": _fbgemm.SparseType.from_int(self.output_dtype),
-            "pooling_mode": self.pooling_mode,
-            "weight_decay_mode": self.weight_decay_mode,
-            "max_norm": self.optimizer_args.max_norm,
-        }
-        passed = {k: v for k, v in given.items() if k not in ("device", "feature_table_map", *described)}
-        self.triton_reasons: list[str] = support.unsupported_reasons(
-            device_type=self.current_device.type,
-            interpreter=_compat.interpreter_enabled(),
-            capability=capability,
-            rows=rows,
-            dims=dims,
-            locations=locations,
-            **described,
-            **passed,
-        )
-        if problem := _compat.launch_problem(self.current_device.type):
-            self.triton_reasons.append(problem)
+    def _settle(self, reasons: list[str], strict: bool) -> None:
+        """Fixes the path at construction, so that all ranks decide alike."""
+        self.triton_reasons: list[str] = reasons
         self._strict = strict
+        self._said_weighted_mean = False
         self._layout: TableLayout | None = None
         self._repair_log = _RepairLog()
         # The check turns a wrong id into 0, which a table without rows does not have either.
-        self._repairs_ids = self.bounds_check_mode_int != _fbgemm.BoundsCheckMode.NONE.value and 0 not in rows
-        if self.triton_reasons:
-            names = ", ".join(self.table_names or []) or f"{len(rows)} tables"
-            if strict:
-                raise NotImplementedError(f"Triton cannot run {names}: " + "; ".join(self.triton_reasons))
-            logger.warning("%s: FBGEMM's kernels run, because %s", names, "; ".join(self.triton_reasons))
+        has_empty = any(spec[0] == 0 for spec in self.embedding_specs)
+        self._repairs_ids = self.bounds_check_mode_int != _fbgemm.BoundsCheckMode.NONE.value and not has_empty
+        if reasons:
+            logger.warning("%s: FBGEMM's kernels run, because %s", self._names(), "; ".join(reasons))
+
+    def _names(self) -> str:
+        return _names(self.table_names, len(self.embedding_specs))
 
     @property
     def uses_triton(self) -> bool:
-        """Whether calls take the Triton kernels."""
+        """Whether calls take the Triton kernels. Those of MEAN tables with per-sample weights take FBGEMM's even so."""
         return not self.triton_reasons
 
     def flat_weights(self) -> Tensor:
@@ -176,12 +161,15 @@ class TritonTableBatchedEmbeddingBags(_Base):
             raise NotImplementedError(
                 "MEAN pooling with per-sample weights has no agreed meaning; pool with SUM, or strict=False"
             )
+        if weighted_mean and not self.triton_reasons and not self._said_weighted_mean:
+            self._said_weighted_mean = True
+            logger.warning("%s: FBGEMM's kernels run calls with weights, because the tables pool MEAN", self._names())
         if self.triton_reasons or weighted_mean:
             return super().forward(
                 indices, offsets, per_sample_weights, feature_requires_grad, batch_size_per_feature_per_rank,
                 total_unique_indices, hash_zch_identities, hash_zch_runtime_meta, vbe_output, vbe_output_offsets,
             )  # fmt: skip
-        self._check(indices, offsets, per_sample_weights, batch_size_per_feature_per_rank)
+        self._check(indices, offsets, per_sample_weights, feature_requires_grad, batch_size_per_feature_per_rank)
         layout, num_bags = self.layout(), offsets.numel() - 1
         indices, offsets, sample_weights, vbe = self._prepare(
             indices.contiguous(), offsets.contiguous(), per_sample_weights, batch_size_per_feature_per_rank, vbe_output,
@@ -212,6 +200,8 @@ class TritonTableBatchedEmbeddingBags(_Base):
             )
             shape = (vbe.output_size,)
             size = vbe.output_size if vbe_output is None else vbe_output.numel()
+            if size < vbe.output_size:
+                raise ValueError(f"vbe_output has {size} elements, the blocks of this call take {vbe.output_size}")
             batch = replace(batch, bag_output=bag_output, output_size=size)
         output = vbe_output
         if output is None:
@@ -244,23 +234,34 @@ class TritonTableBatchedEmbeddingBags(_Base):
         return indices, offsets, None if sample_weights is None else sample_weights.float().contiguous(), vbe
 
     def _check(
-        self, indices: Tensor, offsets: Tensor, sample_weights: Tensor | None, batch_sizes: list[list[int]] | None
+        self,
+        indices: Tensor,
+        offsets: Tensor,
+        sample_weights: Tensor | None,
+        wanted: Tensor | None,
+        batch_sizes: list[list[int]] | None,
     ) -> None:
-        features, bags = len(self.feature_table_map), offsets.numel() - 1
-        for name, tensor in (("indices", indices), ("offsets", offsets), ("per_sample_weights", sample_weights)):
-            if tensor is None:
+        features, tables = len(self.feature_table_map), self.D_offsets.device
+        named = {"indices": indices, "offsets": offsets, "per_sample_weights": sample_weights}
+        for name, tensor in named.items():
+            if tensor is None and name == "per_sample_weights":
                 continue
-            if tensor.device != self.D_offsets.device:
-                raise ValueError(
-                    f"{name} is on {tensor.device}, the tables are on {self.D_offsets.device}; move it there"
-                )
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor on {tables}")
+            if tensor.device != tables:
+                raise ValueError(f"{name} is on {tensor.device}, the tables are on {tables}; move it there")
             if tensor.dim() != 1:
                 raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be 1-D")
+        bags = offsets.numel() - 1
         for name, tensor in (("indices", indices), ("offsets", offsets)):
             if tensor.dtype not in (torch.int32, torch.int64):
                 raise ValueError(
                     f"{name} is {tensor.dtype}; it must be int32 or int64 (floating point loses odd values above 2^24)"
                 )
+        if sample_weights is not None and not sample_weights.is_floating_point():
+            raise ValueError(f"per_sample_weights is {sample_weights.dtype}; it must be floating point")
+        if wanted is not None and wanted.numel() != features:
+            raise ValueError(f"feature_requires_grad has {wanted.numel()} values for {features} features")
         if sample_weights is not None and sample_weights.numel() != indices.numel():
             raise ValueError(f"per_sample_weights has {sample_weights.numel()} values for {indices.numel()} indices")
         if bags < 0:
@@ -269,6 +270,8 @@ class TritonTableBatchedEmbeddingBags(_Base):
             if bags % features:
                 raise ValueError(f"offsets describes {bags} bags, which {features} features can't share evenly")
             return
+        if not isinstance(batch_sizes, list) or not all(isinstance(sizes, list) for sizes in batch_sizes):
+            raise TypeError("batch_size_per_feature_per_rank must be a list, one list of ints a feature, an int a rank")
         if len(batch_sizes) != features:
             raise ValueError(f"batch_size_per_feature_per_rank has {len(batch_sizes)} entries for {features} features")
         if len({len(sizes) for sizes in batch_sizes}) != 1:
@@ -348,11 +351,10 @@ class _RepairLog:
 
     def _report(self, count: int, module: TritonTableBatchedEmbeddingBags) -> None:
         if count > 0 and not self._logged:
-            names = ", ".join(module.table_names or []) or f"{len(module.embedding_specs)} tables"
             logger.warning(
                 "%s: %d ids or offsets out of range were repaired (ids set to 0); bounds_check_mode FATAL stops at the "
                 "first",
-                names,
+                module._names(),
                 count,
             )
         self._logged = count > 0
@@ -403,6 +405,64 @@ class _Lookup(torch.autograd.Function):
             weight_grad = ops.sample_weight_grad(module.layout(), weights, grad, batch, wanted, optimizer.max_gradient)
         ops.update(module.layout(), weights, module.flat_state(), grad, batch, optimizer)
         return None, weight_grad, grad_output if ctx.writes_into_input else None, None, None, None, None, None
+
+
+def _names(table_names: list[str] | None, count: int) -> str:
+    return ", ".join(table_names or []) or f"{count} tables"
+
+
+def _refuse(reasons: list[str], table_names: list[str] | None, count: int) -> None:
+    if reasons:
+        raise NotImplementedError(f"Triton cannot run {_names(table_names, count)}: " + "; ".join(reasons))
+
+
+def _reasons(specs: Sequence[tuple], given: dict[str, Any]) -> list[str]:
+    """Why the kernels can't run these tables with FBGEMM's keywords `given`. Needs no memory of the device."""
+    rows, dims, locations, compute = zip(*specs)
+    device_type = "cpu" if compute[0] == _fbgemm.ComputeDevice.CPU else compute[0].name.lower()
+    cuda = device_type == "cuda" and torch.cuda.is_available()
+    reasons = support.unsupported_reasons(
+        device_type=device_type,
+        interpreter=_compat.interpreter_enabled(),
+        capability=torch.cuda.get_device_capability(given.get("device")) if cuda else None,
+        rows=rows,
+        dims=dims,
+        locations=locations,
+        **{key: value for key, value in given.items() if key not in ("device", "feature_table_map")},
+    )
+    problem = _compat.launch_problem(device_type)
+    return reasons if problem is None else [*reasons, problem]
+
+
+def _given(tbe: Any) -> dict[str, Any]:
+    """The keywords that an FBGEMM TBE was built with, as far as they bear on the kernels."""
+    given = {
+        "optimizer": tbe.optimizer,
+        "weights_precision": tbe.weights_precision,
+        "output_dtype": _fbgemm.SparseType.from_int(tbe.output_dtype),
+        "pooling_mode": tbe.pooling_mode,
+        "weight_decay_mode": tbe.weight_decay_mode,
+        "max_norm": tbe.optimizer_args.max_norm,
+        "device": tbe.current_device,
+        "stats_reporter_config": tbe.stats_reporter,
+        "tbe_input_multiplexer_config": tbe.tbe_input_multiplexer,
+        "enable_raw_embedding_streaming": tbe.enable_raw_embedding_streaming,
+        "is_qr_tbe": getattr(tbe, "is_qr_tbe", False),
+    }
+    if tbe.use_writeback_bwd_prehook:
+        given["extra_optimizer_config"] = SimpleNamespace(use_writeback_bwd_prehook=True)
+    return given
+
+
+def _checked_specs(specs: Sequence[tuple], feature_table_map: list[int] | None, device: Any) -> list[tuple]:
+    """FBGEMM's 4-tuples, after what it would fail on without saying so."""
+    if not specs:
+        raise ValueError("embedding_specs is empty; it needs one (rows, dim) or FBGEMM 4-tuple a table")
+    if negative := [spec[0] for spec in specs if spec[0] < 0]:
+        raise ValueError(f"embedding_specs has tables of {negative} rows; allowed: 0 and more")
+    if wrong := [t for t in feature_table_map or [] if not 0 <= t < len(specs)]:
+        raise ValueError(f"feature_table_map names tables {wrong}; there are {len(specs)}, numbered from 0")
+    return [_full_spec(spec, device) for spec in specs]
 
 
 def _full_spec(spec: tuple, device: Any) -> tuple:
