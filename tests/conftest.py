@@ -1,4 +1,4 @@
-"""Set-up of all tests: the interpreter where there is no GPU, markers, one deterministic hypothesis profile."""
+"""Set-up of all tests: the interpreter where there is no GPU, skips, one deterministic hypothesis profile."""
 
 from __future__ import annotations
 
@@ -28,17 +28,6 @@ else:
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture],
     )
     settings.load_profile("deterministic")
-
-MARKERS = {
-    "gpu": "needs a CUDA device",
-    "multigpu": "needs two CUDA devices",
-    "slow": "takes more than about a minute",
-}
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    for name, meaning in MARKERS.items():
-        config.addinivalue_line("markers", f"{name}: {meaning}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -217,14 +217,21 @@ def test_explain_fails_where_an_explicit_request_cannot_be_met(config, capsys):
     assert output.count("max_norm=1.0") == 2
 
 
-def test_explain_refuses_a_key_that_nobody_knows(config, capsys):
-    assert cli.main(["explain", config("fused_params: {max_gradiant: 1.0}")]) == 2
-    assert "did you mean max_gradient?" in capsys.readouterr().err
-
-
-def test_explain_reports_a_wrong_file(config, capsys):
-    assert cli.main(["explain", config("compute_kernel: trition")]) == 2
-    assert "compute_kernel: 'trition' is not allowed" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("compute_kernel: trition", "compute_kernel: 'trition' is not allowed"),
+        ("fused_params: {max_gradiant: 1.0}", "did you mean max_gradient?"),
+        ("fused_params: {pooling_mode: MEAN}", "fused_params.pooling_mode: set it under model.tables (pooling)"),
+        ("fused_params: {bounds_check_mode: WARN}", "fused_params.bounds_check_mode: 'WARN' is not allowed"),
+        ("fused_params: {max_norm: big}", "fused_params.max_norm: expected a number, got 'big'"),
+        ("fused_params: {extra_optimizer_config: {x: true}}", "fused_params.extra_optimizer_config: a configuration"),
+    ],
+)
+def test_explain_refuses_a_wrong_file_in_one_line(config, capsys, text, answer):
+    assert cli.main(["explain", config(text)]) == 2
+    output = capsys.readouterr()
+    assert answer in output.err and output.err.count("\n") == 1 and not output.out
 
 
 def test_without_triton_auto_falls_back_and_says_so(config):

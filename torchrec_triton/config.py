@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypedDict, TypeVar, get_args, get_origin, get_type_hints, is_typeddict
 
 import yaml
 
@@ -97,6 +97,40 @@ class Optimizer:
     eps: NonNegative = 1e-8
 
 
+class FusedParams(TypedDict, total=False):
+    """Further keywords of FBGEMM's operator, enum members by name: those that change what is computed from tables in
+    device memory and can be written in a file."""
+
+    output_dtype: Literal["FP32", "FP16", "BF16", "INT8"]
+    stochastic_rounding: bool
+    gradient_clipping: bool
+    max_gradient: NonNegative
+    max_norm: NonNegative
+    weight_decay: NonNegative
+    weight_decay_mode: Literal["NONE", "L2", "DECOUPLE", "COUNTER", "COWCLIP", "DECOUPLE_GLOBAL"]
+    momentum: NonNegative
+    eta: NonNegative
+    beta1: NonNegative
+    beta2: NonNegative
+    bounds_check_mode: Literal["FATAL", "WARNING", "IGNORE", "NONE", "V2_FATAL", "V2_WARNING", "V2_IGNORE"]
+    use_experimental_tbe: bool
+
+
+# What FBGEMM takes beside them and a configuration sets in another place.
+_ELSEWHERE = {
+    "fused_params.optimizer": "optimizer.name",
+    "fused_params.learning_rate": "optimizer.learning_rate",
+    "fused_params.lr": "optimizer.learning_rate",
+    "fused_params.eps": "optimizer.eps",
+    "fused_params.embedding_specs": "model.tables (rows, dim)",
+    "fused_params.table_names": "model.tables (name)",
+    "fused_params.feature_table_map": "model.tables (features)",
+    "fused_params.pooling_mode": "model.tables (pooling)",
+    "fused_params.weights_precision": "model.tables (data_type)",
+    "fused_params.data_type": "model.tables (data_type)",
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Model:
     """tables: all of one dim; weighted: lookups carry per-sample weights; hidden: widths of the dense layers;
@@ -124,14 +158,13 @@ class Data:
 class Config:
     """compute_kernel: of the tables that no rule matches. `auto` takes Triton where it can and FBGEMM elsewhere;
     `fused_triton` is an error where Triton can't. rules: the first whose pattern matches a table decides.
-    fused_params: further keywords for FBGEMM's operator, enum members by name. steps: of training. seed: of weights
-    and order of samples."""
+    steps: of training. seed: of weights and order of samples."""
 
     model: Model
     compute_kernel: ComputeKernel = "auto"
     rules: tuple[Rule, ...] = ()
     optimizer: Optimizer = field(default_factory=Optimizer)
-    fused_params: Mapping[str, Any] = field(default_factory=dict)
+    fused_params: FusedParams = field(default_factory=FusedParams)
     data: Data = field(default_factory=Data)
     steps: Count = 100
     seed: Annotated[int, Bounds(0)] = 0
@@ -144,10 +177,6 @@ class Config:
             if not any(fnmatchcase(table.name, rule.tables) for table in tables):
                 names = ", ".join(table.name for table in tables)
                 raise ConfigError(f"rules[{at}].tables: {rule.tables!r} matches no table; the tables are {names}")
-        for key in ("optimizer", "learning_rate", "eps"):
-            if key in self.fused_params:
-                section = "optimizer" if key != "optimizer" else "optimizer.name"
-                raise ConfigError(f"fused_params.{key}: set it under {section}, so that it has one value")
         if self.data.validation_share + self.data.test_share >= 1:
             raise ConfigError("data.validation_share and data.test_share: together they must be below 1")
 
@@ -163,7 +192,11 @@ class Config:
     def operator_keywords(self) -> dict[str, Any]:
         """The optimizer and fused_params as FBGEMM's keywords, enum members still by name."""
         optimizer = self.optimizer
-        own = {"optimizer": optimizer.name, "learning_rate": optimizer.learning_rate, "eps": optimizer.eps}
+        own: dict[str, Any] = {
+            "optimizer": optimizer.name,
+            "learning_rate": optimizer.learning_rate,
+            "eps": optimizer.eps,
+        }
         return {**own, **self.fused_params}
 
     def torchrec_fused_params(self) -> dict[str, Any]:
@@ -188,18 +221,29 @@ def load_config(path: str | Path) -> Config:
 
 def build(kind: type[T], value: Any, at: str = "") -> T:
     """A dataclass `kind` from a mapping, checked key by key; `at` is the path of the mapping in the whole."""
+    items = _items(kind, value, at)
+    for item in fields(kind):  # type: ignore[arg-type]
+        if item.name not in items and item.default is MISSING and item.default_factory is MISSING:
+            raise ConfigError(f"{_path(at, item.name)}: is missing")
+    return kind(**items)
+
+
+def _items(kind: type, value: Any, at: str) -> dict[str, Any]:
+    """A mapping whose keys are annotated in `kind`, with every value converted."""
     if not isinstance(value, Mapping):
         raise ConfigError(f"{at or 'the file'}: expected keys and values, got {value!r}")
-    known = {item.name: item for item in fields(kind)}  # type: ignore[arg-type]
-    prefix = f"{at}." if at else ""
-    for key in value:
-        if key not in known:
-            raise ConfigError(f"{prefix}{key}: there is no such key; {_choices(key, known)}")
-    for name, item in known.items():
-        if name not in value and item.default is MISSING and item.default_factory is MISSING:
-            raise ConfigError(f"{prefix}{name}: is missing")
     hints = get_type_hints(kind, include_extras=True)
-    return kind(**{key: _convert(hints[key], item, f"{prefix}{key}") for key, item in value.items()})
+    for key in value:
+        path = _path(at, key)
+        if path in _ELSEWHERE:
+            raise ConfigError(f"{path}: set it under {_ELSEWHERE[path]}, so that it has one value")
+        if key not in hints:
+            raise ConfigError(f"{path}: a configuration file has no such key; {_choices(key, hints)}")
+    return {key: _convert(hints[key], item, _path(at, key)) for key, item in value.items()}
+
+
+def _path(at: str, key: str) -> str:
+    return f"{at}.{key}" if at else str(key)
 
 
 def _convert(hint: Any, value: Any, at: str) -> Any:
@@ -219,13 +263,14 @@ def _convert(hint: Any, value: Any, at: str) -> Any:
         return tuple(_convert(arguments[0], item, f"{at}[{i}]") for i, item in enumerate(value))
     if is_dataclass(hint):
         return build(hint, value, at)  # type: ignore[arg-type]
+    if is_typeddict(hint):
+        return _items(hint, value, at)
     if hint is float and isinstance(value, (int, str)) and not isinstance(value, bool):
         with contextlib.suppress(ValueError):  # answered below
             value = float(value)  # YAML 1.1 reads 1e-8 as a string
-    kind = Mapping if origin is not None else hint
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
         names = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
-        raise ConfigError(f"{at}: expected {names.get(kind, 'keys and values')}, got {value!r}")
+        raise ConfigError(f"{at}: expected {names[hint]}, got {value!r}")
     return value
 
 
@@ -253,14 +298,8 @@ def _enum_member(key: str, value: Any) -> Any:
         "weight_decay_mode": fbgemm.WeightDecayMode,
         "output_dtype": fbgemm.SparseType,
         "bounds_check_mode": fbgemm.BoundsCheckMode,
-        "cache_algorithm": fbgemm.CacheAlgorithm,
     }
-    if key not in kinds or not isinstance(value, str):
-        return value
-    members = kinds[key].__members__
-    if value not in members:
-        raise ConfigError(f"fused_params.{key}: {value!r} is not allowed; {_choices(value, members)}")
-    return members[value]
+    return kinds[key].__members__[value] if key in kinds else value
 
 
 class _Loader(yaml.SafeLoader):
