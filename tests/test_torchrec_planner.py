@@ -130,6 +130,44 @@ def test_choice_by_glob_and_constraints() -> None:
     assert triton == {"user_a", "item_b"} and set(kernels(plan).values()) == {"fused", "fused_triton"}
 
 
+@pytest.mark.parametrize("choice", ["auto", "fused_triton"])
+def test_a_constraint_to_another_kernel_is_kept(choice: str) -> None:
+    constraints = on_one_type("table_wise", "a", compute_kernels=["fused_uvm"]) | on_one_type("table_wise", "b")
+    plan = planned(tables({"name": "a"}, {"name": "b"}), CUDA, choice, constraints=constraints)
+    assert kernels(plan) == {"a": "fused_uvm", "b": "fused_triton"}
+
+
+@pytest.mark.parametrize("order", [("plain", "mean"), ("mean", "plain")])
+def test_tables_of_one_name_in_two_collections_are_judged_together(order: tuple[str, str]) -> None:
+    parts = {
+        "plain": tables({"name": "t"}),
+        "mean": tables({"name": "t", "pooling": PoolingType.MEAN}, weighted=True),
+    }
+    plan = planned(nn.ModuleDict({name: parts[name] for name in order}), constraints=on_one_type("table_wise", "t"))
+    found = [sharding.compute_kernel for params in plan.plan.values() for sharding in params.values()]
+    assert found == ["fused", "fused"]
+
+
+def test_the_line_about_a_fallback_says_what_the_plan_holds(caplog: pytest.LogCaptureFixture) -> None:
+    constraints = on_one_type("data_parallel", "replicated") | on_one_type("table_wise", "t")
+    with caplog.at_level(logging.WARNING, logger="torchrec_triton"):
+        plan = planned(
+            tables({"name": "replicated"}, {"name": "t"}),
+            sharders=sharders(optimizer=EmbOptimType.ADAM),
+            constraints=constraints,
+        )
+    assert kernels(plan) == {"replicated": "dense", "t": "fused"}
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "torchrec_triton"]
+    assert line.startswith("table t: fused")
+
+
+def test_a_refusal_names_what_no_sharding_type_escapes() -> None:
+    with pytest.raises(UnsupportedTableError) as error:
+        planned(tables({"name": "t"}), CUDA, "fused_triton", sharders=sharders(optimizer=EmbOptimType.ADAM))
+    (reason,) = error.value.reasons["t"]
+    assert "ADAM" in reason
+
+
 def test_other_kernels_stay_on_offer() -> None:
     """A table too big for device memory still goes to unified memory under auto, and stays data-parallel if told to."""
     small = Topology(world_size=2, compute_device="cuda", hbm_cap=2 * 1024**3, ddr_cap=128 * 1024**3)

@@ -115,7 +115,8 @@ def make_planner(
     """TorchRec's planner, in which every table of a Triton sharder is offered the kernel that was chosen for it.
 
     topology: of the machines to train on; its compute_device decides, not the host that plans.
-    constraints: TorchRec's; a table whose compute_kernels name one of `fused` and `fused_triton` keeps to it.
+    constraints: TorchRec's; a table whose compute_kernels name one of `fused` and `fused_triton`, or neither
+        (`fused_uvm`, `dense`, ...), keeps to it.
     planner_keywords: go to EmbeddingShardingPlanner (storage_reservation, proposer, partitioner, stats, ...).
 
     Planning raises UnsupportedTableError if a table cannot have the `fused_triton` that was asked for by name, on every
@@ -163,27 +164,29 @@ class _Enumerator(EmbeddingEnumerator):
             for sharding_type in ShardingType:
                 params = {table: self._parameter_sharding(table, sharding_type.value) for table in tables}
                 found = _reasons(child, sharder, params, self._compute_device)
-                self._reasons |= {(table, sharding_type.value): why for table, why in found.items()}
+                for table, reasons in found.items():  # tables of one name in two collections share their reasons
+                    self._reasons.setdefault((table, sharding_type.value), []).extend(reasons)
             for table in tables:
                 allowed = getattr((self._constraints or {}).get(table), "sharding_types", None)
                 why = [self._reasons[table, kind] for kind in allowed or [kind.value for kind in ShardingType]]
                 if self._kernel(table) == FUSED_TRITON and all(why):
-                    refused[table] = list(dict.fromkeys(reason for reasons in why for reason in reasons))
+                    # Reasons that no sharding type escapes say most.
+                    every = list(dict.fromkeys(reason for w in why for reason in w))
+                    refused[table] = [reason for reason in every if all(reason in w for w in why)] or every
         _refuse_unmatched(self._choice, [table for table, _ in self._reasons])
         if refused:
             raise UnsupportedTableError(refused)
 
     def enumerate(self, module: nn.Module, sharders: list[ModuleSharder[Any]]) -> list[ShardingOption]:
         self.judge(module, sharders)
-        options = super().enumerate(module, sharders)
-        kernels: dict[str, set[str]] = {}
-        for option in options:
-            kernels.setdefault(option.name, set()).add(option.compute_kernel)
-        for option in {option.name: option for option in options}.values():
-            offered = kernels[option.name]
-            if self._kernel(option.name) == AUTO and FUSED in offered and FUSED_TRITON not in offered:
-                _log_fallback(option.name, self._reasons[option.name, option.sharding_type])
-        return options
+        return super().enumerate(module, sharders)
+
+    def log_fallbacks(self, plan: ShardingPlan) -> None:
+        """One line for each table that could have had Triton by choice and has FBGEMM's kernel in the plan."""
+        for params in plan.plan.values():
+            for table, sharding in params.items() if isinstance(params, EmbeddingModuleShardingPlan) else ():
+                if self._kernel(table) == AUTO and sharding.compute_kernel == FUSED:
+                    _log_fallback(table, list(dict.fromkeys(self._reasons[table, sharding.sharding_type])))
 
     def _filter_compute_kernels(self, name: str, allowed_compute_kernels: list[str], sharding_type: str) -> list[str]:
         kernel, reasons = self._kernel(name), self._reasons[name, sharding_type]
@@ -196,6 +199,8 @@ class _Enumerator(EmbeddingEnumerator):
     def _kernel(self, table: str) -> str:
         constrained = getattr((self._constraints or {}).get(table), "compute_kernels", None) or []
         named = [kernel for kernel in (FUSED, FUSED_TRITON) if kernel in constrained]
+        if constrained and not named:  # another kernel altogether, as TorchRec would take it
+            return FUSED
         return named[0] if len(named) == 1 else _chosen(table, self._choice) or FUSED
 
     def _parameter_sharding(self, table: str, sharding_type: str) -> ParameterSharding:
@@ -212,6 +217,11 @@ class _Enumerator(EmbeddingEnumerator):
 
 
 class _Planner(EmbeddingShardingPlanner):
+    def plan(self, module: nn.Module, sharders: list[ModuleSharder[Any]]) -> ShardingPlan:
+        plan = super().plan(module, sharders)
+        self._enumerator.log_fallbacks(plan)
+        return plan
+
     def collective_plan(self, module: nn.Module, sharders: Any = None, pg: Any = None) -> ShardingPlan:
         """Judge on every rank first: TorchRec plans on rank 0 only, and an error there leaves the others waiting."""
         sharders = sharders or get_default_sharders()
