@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from distributed_harness import ranks
 from fbgemm_gpu import split_table_batched_embeddings_ops_training as fbgemm
-from torchrec.distributed import embeddingbag, fp_embeddingbag
+from torchrec.distributed import embeddingbag, fp_embeddingbag, sharding_plan
 from torchrec.distributed.batched_embedding_kernel import BatchedFusedEmbeddingBag
 from torchrec.distributed.embedding_lookup import GroupedPooledEmbeddingsLookup
 from torchrec.distributed.embedding_types import (
@@ -24,7 +24,7 @@ from torchrec.distributed.embedding_types import (
 )
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
 from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
-from torchrec.distributed.planner import EmbeddingShardingPlanner, shard_estimators
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology, shard_estimators
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.estimator.config import EmbeddingPerfEstimatorConfig
 from torchrec.distributed.planner.estimator.estimator import EmbeddingPerfEstimatorFactory
@@ -85,23 +85,30 @@ METHODS: list[tuple[Any, str, str]] = [
     (EmbeddingEnumerator, "_filter_compute_kernels", "self name allowed_compute_kernels sharding_type"),
     (EmbeddingEnumerator, "enumerate", "self module sharders"),
     (EmbeddingEnumerator, "__init__", "self topology batch_size constraints estimator"),
+    (EmbeddingShardingPlanner, "plan", "self module sharders"),
     (EmbeddingShardingPlanner, "collective_plan", "self module sharders pg"),
     (EmbeddingPerfEstimatorConfig, "get_device_bw", "self compute_device compute_kernel"),
     (EmbeddingPerfEstimatorFactory, "create_with_config", "config is_inference topology constraints"),
     (EmbeddingStorageEstimator, "__init__", "self topology constraints"),
     (EmbeddingStorageEstimator, "estimate", "self sharding_options"),
     (shard_estimators, "get_num_poolings", "constraints so"),
+    (sharding_plan, "get_default_sharders", ""),
     (
         SPLIT,
         "forward",
         "self indices offsets per_sample_weights feature_requires_grad batch_size_per_feature_per_rank "
         "total_unique_indices hash_zch_identities hash_zch_runtime_meta vbe_output vbe_output_offsets",
     ),
+    (SPLIT, "prepare_inputs", "self indices offsets per_sample_weights batch_size_per_feature_per_rank"),
     (
         SPLIT,
-        "prepare_inputs",
-        "self indices offsets per_sample_weights batch_size_per_feature_per_rank force_cast_input_types "
-        "prefetch_pipeline vbe_output vbe_output_offsets",
+        "_generate_vbe_metadata",
+        "self offsets batch_size_per_feature_per_rank vbe_output vbe_output_offsets",
+    ),
+    (
+        fbgemm,
+        "check_allocated_vbe_output",
+        "output_dtype batch_size_per_feature_per_rank vbe_output vbe_output_offsets",
     ),
     (SPLIT, "get_learning_rate", "self"),
     (SPLIT, "split_embedding_weights", "self"),
@@ -119,15 +126,18 @@ def test_signature(owner: Any, name: str, parameters: str) -> None:
     assert found[: len(wanted)] == wanted, found
 
 
-# Attributes of live objects: leaf names, to be found after one training step.
+# Attributes of live objects: of the first four lists after one training step.
 SHARDING_ATTRIBUTES = ["_grouped_embedding_configs_per_rank", "_rank", "_pg", "_device", "_env"]
 COLLECTION_ATTRIBUTES = ["_lookups", "_embedding_shardings", "module_sharding_plan"]
 KERNEL_ATTRIBUTES = ["_emb_module", "_optim", "_config"]
 OPERATOR_ATTRIBUTES = [
     "D_offsets",
     "bounds_check_mode_int",
+    "bounds_check_warning",
     "current_device",
     "embedding_specs",
+    "embedding_table_index_type",
+    "enable_raw_embedding_streaming",
     "feature_table_map",
     "iter",
     "iter_cpu",
@@ -138,15 +148,23 @@ OPERATOR_ATTRIBUTES = [
     "output_dtype",
     "placeholder_autograd_tensor",
     "pooling_mode",
+    "stats_reporter",
     "step",
     "table_names",
+    "tbe_input_multiplexer",
+    "timesteps_prefetched",
     "use_cpu",
+    "use_writeback_bwd_prehook",
     "weight_decay_mode",
     "weights_host",
     "weights_physical_offsets",
     "weights_precision",
 ]
 OPTIMIZER_ARGUMENTS = ["stochastic_rounding", "eps", "weight_decay", "gradient_clipping", "max_gradient", "max_norm"]
+PLANNER_ATTRIBUTES = ["_enumerator"]
+ENUMERATOR_ATTRIBUTES = ["_constraints", "_compute_device"]
+ESTIMATOR_ATTRIBUTES = ["_constraints", "_topology"]
+SHARDER_ATTRIBUTES = ["_sharded_module_order_overwrite"]
 VBE_FIELDS = ["B_offsets", "output_offsets_feature_rank", "B_offsets_rank_per_feature", "max_B", "output_size"]
 
 
@@ -175,10 +193,22 @@ def test_attributes_of_live_objects(names: tuple[str, ...]) -> None:
     assert ranks(2).run(missing_attributes, case) == [[], []]
 
 
+def test_attributes_of_planner_and_sharder() -> None:
+    topology = Topology(world_size=1, compute_device="cpu")
+    planner = EmbeddingShardingPlanner(topology=topology)
+    for owner, names in (
+        (planner, PLANNER_ATTRIBUTES),
+        (EmbeddingEnumerator(topology, batch_size=1), ENUMERATOR_ATTRIBUTES),
+        (EmbeddingStorageEstimator(topology=topology), ESTIMATOR_ATTRIBUTES),
+        (EmbeddingBagCollectionSharder(), SHARDER_ATTRIBUTES),
+    ):
+        assert not [name for name in names if not hasattr(owner, name)], type(owner)
+
+
 def test_classes_and_fields() -> None:
     assert EmbeddingComputeKernel.FUSED_TRITON.value == "fused_triton"
     assert {"compute_kernel", "embedding_tables", "fused_params", "data_type"} <= _fields(GroupedEmbeddingConfig)
-    assert "compute_kernel" in _fields(ShardedEmbeddingTable)
+    assert {"compute_kernel", "use_virtual_table"} <= _fields(ShardedEmbeddingTable)
     fields = {"sharding_type", "compute_kernel", "ranks", "sharding_spec", "output_dtype", "stochastic_rounding"}
     assert fields | {"cache_params", "enforce_hbm", "bounds_check_mode"} <= _fields(ParameterSharding)
     assert "sharding_strategy" in inspect.signature(ShardingEnv2D.__init__).parameters
@@ -200,5 +230,7 @@ def test_every_name_is_documented() -> None:
     text = DOCUMENT.read_text()
     names = {name for _, name, _ in METHODS if name != "__init__"}
     names |= {*SHARDING_ATTRIBUTES, *COLLECTION_ATTRIBUTES, *KERNEL_ATTRIBUTES, *OPERATOR_ATTRIBUTES}
+    names |= {*PLANNER_ATTRIBUTES, *ENUMERATOR_ATTRIBUTES, *ESTIMATOR_ATTRIBUTES, *SHARDER_ATTRIBUTES}
     names |= {*OPTIMIZER_ARGUMENTS, *VBE_FIELDS, "_ebc_sharder", "_embedding_bag_collection", "sharding_strategy"}
+    names |= {"use_virtual_table", "is_qr_tbe"}  # FBGEMM 1.6 has no is_qr_tbe
     assert not {name for name in names if f"`{name}`" not in text}
