@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torchrec_triton.kernels.common import OUTPUT_UNIT, find_table, random_bits, round_to
+from torchrec_triton.kernels.common import FEATURE_FIELDS, OUTPUT_UNIT, TABLE_FIELDS, find_table, random_bits, round_to
 from torchrec_triton.kernels.forward import bag_range, feature_range, load_rows, output_offset
 
 
@@ -113,7 +113,7 @@ def partial_sums_kernel(
             dim = tl.full((), BLOCK_D, tl.int64)
             if not EXACT:
                 table = find_table(tl.load(keys + block * BLOCK), table_key, num_tables)
-                dim = tl.load(table_meta + table * 3 + 2) // OUTPUT_UNIT * OUTPUT_UNIT
+                dim = tl.load(table_meta + table * TABLE_FIELDS + 2) // OUTPUT_UNIT * OUTPUT_UNIT
             start = tl.zeros([1], tl.int64) + block * BLOCK
             acc = _sum_lookups(acc, start, start + BLOCK, BLOCK, grad, source, scale, dim, d, max_gradient,
                                LOOK, EXACT, SCALED, CLIP)  # fmt: skip
@@ -191,7 +191,7 @@ def update_kernel(
         begin = tl.load(first + run, mask=live, other=0)
         end = tl.load(last + run, mask=live, other=0)
         key = tl.load(row_key + run, mask=live, other=0).to(tl.int64)
-        meta = table_meta + tl.load(row_table + run, mask=live, other=0) * 3
+        meta = table_meta + tl.load(row_table + run, mask=live, other=0) * TABLE_FIELDS
         mask = live[:, None]
         if EXACT:
             dim = tl.full([RUNS], BLOCK_D, tl.int64)
@@ -267,11 +267,11 @@ def sample_weight_grad_kernel(
     tiles = tl.cdiv(batch_size, BAGS)
     feature = tl.load(features + tl.program_id(0) // tiles).to(tl.int64)
     first, count = feature_range(feature, batch_offsets, batch_size, VBE)
-    rows = tl.load(feature_meta + feature * 5 + 1)
+    rows = tl.load(feature_meta + feature * FEATURE_FIELDS + 1)
     d = tl.arange(0, BLOCK_D)
-    table = weights + tl.load(feature_meta + feature * 5 + 2) // WEIGHT_VEC * WEIGHT_VEC + d[None, :]
-    dim = tl.load(feature_meta + feature * 5 + 3).to(tl.int32) // WEIGHT_VEC * WEIGHT_VEC
-    column = tl.load(feature_meta + feature * 5 + 4)
+    table = weights + tl.load(feature_meta + feature * FEATURE_FIELDS + 2) // WEIGHT_VEC * WEIGHT_VEC + d[None, :]
+    dim = tl.load(feature_meta + feature * FEATURE_FIELDS + 3).to(tl.int32) // WEIGHT_VEC * WEIGHT_VEC
+    column = tl.load(feature_meta + feature * FEATURE_FIELDS + 4)
     b = (tl.program_id(0) % tiles).to(tl.int64) * BAGS + tl.arange(0, BAGS)
     if MASKED:
         count = tl.where(tl.load(wanted + feature) != 0, count, 0)

@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from torchrec_triton.kernels.common import FEATURE_FIELDS
+
 
 @triton.jit(do_not_specialize=["num_bags", "num_ids"], do_not_specialize_on_alignment=["offsets"])
 def check_offsets_kernel(offsets, repairs, num_bags, num_ids, TILE: tl.constexpr):
@@ -68,11 +70,11 @@ def check_ids_kernel(
             low = middle
         else:
             high = middle - 1
-    rows = tl.zeros([TILE], tl.int64) + tl.load(feature_meta + low * 5 + 1)
+    rows = tl.zeros([TILE], tl.int64) + tl.load(feature_meta + low * FEATURE_FIELDS + 1)
     low += 1
     while low < num_features:
         begin = _feature_begin(low, offsets, batch_offsets, batch_size, VBE)
-        rows = tl.where(i >= begin, tl.load(feature_meta + low * 5 + 1), rows)
+        rows = tl.where(i >= begin, tl.load(feature_meta + low * FEATURE_FIELDS + 1), rows)
         low = tl.where(begin >= start + TILE, num_features, low + 1)
     wrong = live & ((ids < 0) | (ids >= rows)) & (ids != -1)
     count = tl.sum(wrong.to(tl.int64), axis=0)

@@ -21,6 +21,9 @@ MIN_BLOCK_D = 16
 # FBGEMM's dims are multiples of 4, so every row of the output starts at one. Stored in this unit, 32 bits reach 2^33
 # elements.
 OUTPUT_UNIT = tl.constexpr(4)
+# Numbers a feature and a table have in TableLayout.feature_meta and table_meta.
+FEATURE_FIELDS = tl.constexpr(5)
+TABLE_FIELDS = tl.constexpr(3)
 
 
 @dataclass(frozen=True)

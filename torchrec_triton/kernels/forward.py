@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torchrec_triton.kernels.common import OUTPUT_UNIT, round_to
+from torchrec_triton.kernels.common import FEATURE_FIELDS, OUTPUT_UNIT, round_to
 
 
 @triton.jit
@@ -148,13 +148,13 @@ def tbe_fwd_kernel(
     feature = tl.load(features + tl.program_id(0) // tiles).to(tl.int64)
     begin_bag = (tl.program_id(0) % tiles).to(tl.int64) * BAGS
     first, count = feature_range(feature, batch_offsets, batch_size, VBE)
-    rows = tl.load(feature_meta + feature * 5 + 1)
+    rows = tl.load(feature_meta + feature * FEATURE_FIELDS + 1)
     d = tl.arange(0, BLOCK_D)
-    table = weights + tl.load(feature_meta + feature * 5 + 2) // WEIGHT_VEC * WEIGHT_VEC + d[None, :]
+    table = weights + tl.load(feature_meta + feature * FEATURE_FIELDS + 2) // WEIGHT_VEC * WEIGHT_VEC + d[None, :]
     dim = tl.full((), BLOCK_D, tl.int32)
     if not EXACT:
-        dim = tl.load(feature_meta + feature * 5 + 3).to(tl.int32) // WEIGHT_VEC * WEIGHT_VEC
-    column = tl.load(feature_meta + feature * 5 + 4)
+        dim = tl.load(feature_meta + feature * FEATURE_FIELDS + 3).to(tl.int32) // WEIGHT_VEC * WEIGHT_VEC
+    column = tl.load(feature_meta + feature * FEATURE_FIELDS + 4)
     uneven = False
     if BAGS > 1:
         b = begin_bag + tl.arange(0, BAGS)
@@ -194,7 +194,7 @@ def bag_output_kernel(
     size = tl.load(rank_offsets + feature * (num_ranks + 1) + rank + 1) - begin
     first = tl.load(batch_offsets + feature).to(tl.int64) + begin
     output = tl.load(block_output + rank.to(tl.int64) * num_features + feature)
-    dim = tl.load(feature_meta + feature * 5 + 3)
+    dim = tl.load(feature_meta + feature * FEATURE_FIELDS + 3)
     for j in range(0, size, BLOCK):
         b = j + tl.arange(0, BLOCK)
         tl.store(bag_output + first + b, output + b * dim, mask=b < size)

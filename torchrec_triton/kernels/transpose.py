@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from torchrec_triton.kernels.common import OUTPUT_UNIT, TableLayout, find_table
+from torchrec_triton.kernels.common import FEATURE_FIELDS, OUTPUT_UNIT, TableLayout, find_table
 from torchrec_triton.kernels.forward import bag_range, feature_range
 
 SINGLE, SHORT, MIDDLE, MEDIUM, LONG = range(5)
@@ -110,15 +110,15 @@ def linearize_kernel(
     feature = (tl.program_id(0) // tiles).to(tl.int64)
     tile = tl.program_id(0) % tiles
     first, count = feature_range(feature, batch_offsets, batch_size, VBE)
-    key_begin = tl.load(feature_meta + feature * 5)
-    rows = tl.load(feature_meta + feature * 5 + 1)
+    key_begin = tl.load(feature_meta + feature * FEATURE_FIELDS)
+    rows = tl.load(feature_meta + feature * FEATURE_FIELDS + 1)
     b = tile.to(tl.int64) * BAGS + tl.arange(0, BAGS)
     live = b < count
     begin, end = bag_range(offsets, first + b, live, num_ids)
     if VBE:
         row = tl.load(bag_output + first + b, mask=live, other=0)
     else:
-        row = b * total_dim + tl.load(feature_meta + feature * 5 + 4)
+        row = b * total_dim + tl.load(feature_meta + feature * FEATURE_FIELDS + 4)
     row = (row // UNIT).to(source.dtype.element_ty)
     length = (end - begin).to(tl.int32)
     # Wide steps keep more loads of long bags in flight, and would idle on short ones.
