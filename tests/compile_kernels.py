@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from torchrec_triton.kernels import ops
-from torchrec_triton.kernels.common import TableLayout
+from torchrec_triton.kernels.common import Batch, TableLayout
 
 META = torch.device("meta")
 
@@ -142,7 +142,7 @@ def _step(case: Case) -> None:
         rank_offsets = torch.empty(features, 3, dtype=torch.int32, device=META)
         block_output = torch.empty(2 * features, dtype=torch.int64, device=META)
         bag_output = ops.bag_output_offsets(layout, block_output, batch_offsets, rank_offsets, bags)
-    batch = ops.Batch(
+    batch = Batch(
         indices=torch.empty(num_ids, dtype=case.ids, device=META),
         offsets=offsets,
         sample_weights=torch.empty(num_ids, device=META) if case.weighted else None,

@@ -16,8 +16,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torchrec_triton.kernels.common import FEATURE_FIELDS, OUTPUT_UNIT, TABLE_FIELDS, find_table, random_bits, round_to
-from torchrec_triton.kernels.forward import bag_range, feature_range, load_rows, output_offset
+from torchrec_triton.kernels.common import OUTPUT_UNIT, TABLE_FIELDS, find_table, random_bits, round_to
+from torchrec_triton.kernels.forward import bag_range, feature_range, feature_table, load_rows, output_offset
 
 
 @triton.jit
@@ -267,11 +267,8 @@ def sample_weight_grad_kernel(
     tiles = tl.cdiv(batch_size, BAGS)
     feature = tl.load(features + tl.program_id(0) // tiles).to(tl.int64)
     first, count = feature_range(feature, batch_offsets, batch_size, VBE)
-    rows = tl.load(feature_meta + feature * FEATURE_FIELDS + 1)
     d = tl.arange(0, BLOCK_D)
-    table = weights + tl.load(feature_meta + feature * FEATURE_FIELDS + 2) // WEIGHT_VEC * WEIGHT_VEC + d[None, :]
-    dim = tl.load(feature_meta + feature * FEATURE_FIELDS + 3).to(tl.int32) // WEIGHT_VEC * WEIGHT_VEC
-    column = tl.load(feature_meta + feature * FEATURE_FIELDS + 4)
+    table, rows, dim, column = feature_table(weights, feature_meta, feature, d, WEIGHT_VEC, EXACT)
     b = (tl.program_id(0) % tiles).to(tl.int64) * BAGS + tl.arange(0, BAGS)
     if MASKED:
         count = tl.where(tl.load(wanted + feature) != 0, count, 0)

@@ -131,6 +131,30 @@ class TableLayout:
         )
 
 
+@dataclass(frozen=True)
+class Batch:
+    """The ids of one call. Saved for its backward.
+
+    indices [N] and offsets [bags + 1] int32 or int64; sample_weights [N] fp32 or None.
+    batch_size: bags a feature; under VBE the most bags of any feature.
+    bag_output: VBE only, int64 [bags], where each bag's row begins in the 1-D output (elements).
+    batch_offsets: VBE only, [F + 1], first bag of each feature.
+    output_size: elements of the output.
+    mean: divide by the bag length.
+    trusted: ids and offsets were checked: ids are below the rows of their table, offsets don't decrease.
+    """
+
+    indices: torch.Tensor
+    offsets: torch.Tensor
+    sample_weights: torch.Tensor | None
+    batch_size: int
+    bag_output: torch.Tensor | None
+    batch_offsets: torch.Tensor | None
+    output_size: int
+    mean: bool
+    trusted: bool
+
+
 def _vector(values: list[int]) -> int:
     """Largest power of two, 8 at most (16 bytes of fp16), that divides all values (elements)."""
     return math.gcd(8, *values)

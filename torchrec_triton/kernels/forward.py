@@ -38,6 +38,21 @@ def feature_range(feature, batch_offsets, batch_size, VBE: tl.constexpr):
 
 
 @triton.jit
+def feature_table(weights, feature_meta, feature, d, VEC: tl.constexpr, EXACT: tl.constexpr):
+    """The table a feature reads: pointers to its first row [1, D], rows, dim (int32), and its output column.
+
+    Rows begin at multiples of VEC elements and are as wide as d when EXACT, which the compiler can't see from memory.
+    """
+    meta = feature_meta + feature * FEATURE_FIELDS
+    rows = tl.load(meta + 1)
+    table = weights + tl.load(meta + 2) // VEC * VEC + d[None, :]
+    dim = tl.full((), d.shape[0], tl.int32)
+    if not EXACT:
+        dim = tl.load(meta + 3).to(tl.int32) // VEC * VEC
+    return table, rows, dim, tl.load(meta + 4)
+
+
+@triton.jit
 def output_offset(first, b, live, bag_output, total_dim, column, VBE: tl.constexpr):
     """Where a bag's output row begins (elements), told to be a multiple of OUTPUT_UNIT."""
     if VBE:
@@ -51,12 +66,8 @@ def output_offset(first, b, live, bag_output, total_dim, column, VBE: tl.constex
 def row_offset(ids, rows, dim, TRUSTED: tl.constexpr, WIDE: tl.constexpr):
     """Offsets of rows in their table (elements) and which ids have a row. TRUSTED: ids are below `rows`; WIDE: they may
     pass 2^31. 32-bit products of trusted ids are one instruction."""
-    if TRUSTED:
-        narrow = ids if WIDE else ids.to(tl.int32)
-        valid = narrow >= 0
-    else:
-        valid = (ids >= 0) & (ids < rows)
-        narrow = ids if WIDE else ids.to(tl.int32)
+    narrow = ids if WIDE else ids.to(tl.int32)
+    valid = narrow >= 0 if TRUSTED else (ids >= 0) & (ids < rows)
     return narrow.to(tl.int64) * dim.to(tl.int64), valid
 
 
@@ -148,13 +159,8 @@ def tbe_fwd_kernel(
     feature = tl.load(features + tl.program_id(0) // tiles).to(tl.int64)
     begin_bag = (tl.program_id(0) % tiles).to(tl.int64) * BAGS
     first, count = feature_range(feature, batch_offsets, batch_size, VBE)
-    rows = tl.load(feature_meta + feature * FEATURE_FIELDS + 1)
     d = tl.arange(0, BLOCK_D)
-    table = weights + tl.load(feature_meta + feature * FEATURE_FIELDS + 2) // WEIGHT_VEC * WEIGHT_VEC + d[None, :]
-    dim = tl.full((), BLOCK_D, tl.int32)
-    if not EXACT:
-        dim = tl.load(feature_meta + feature * FEATURE_FIELDS + 3).to(tl.int32) // WEIGHT_VEC * WEIGHT_VEC
-    column = tl.load(feature_meta + feature * FEATURE_FIELDS + 4)
+    table, rows, dim, column = feature_table(weights, feature_meta, feature, d, WEIGHT_VEC, EXACT)
     uneven = False
     if BAGS > 1:
         b = begin_bag + tl.arange(0, BAGS)

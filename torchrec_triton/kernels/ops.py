@@ -13,34 +13,10 @@ import triton
 import triton.language as tl
 
 from torchrec_triton.kernels import backward, bounds_check, forward, transpose, tuning
-from torchrec_triton.kernels.common import TableLayout, num_sms, num_warps, tile_rows
+from torchrec_triton.kernels.common import Batch, TableLayout, num_sms, num_warps, tile_rows
 
 SUPER = 64  # blocks of a super block
 _GROUP = 8  # blocks that a program looks at: hardly any is whole where ids are many
-
-
-@dataclass(frozen=True)
-class Batch:
-    """The ids of one call. Saved for its backward.
-
-    indices [N] and offsets [bags + 1] int32 or int64; sample_weights [N] fp32 or None.
-    batch_size: bags a feature; under VBE the most bags of any feature.
-    bag_output: VBE only, int64 [bags], where each bag's row begins in the 1-D output (elements).
-    batch_offsets: VBE only, [F + 1], first bag of each feature.
-    output_size: elements of the output.
-    mean: divide by the bag length.
-    trusted: ids and offsets were checked: ids are below the rows of their table, offsets don't decrease.
-    """
-
-    indices: torch.Tensor
-    offsets: torch.Tensor
-    sample_weights: torch.Tensor | None
-    batch_size: int
-    bag_output: torch.Tensor | None
-    batch_offsets: torch.Tensor | None
-    output_size: int
-    mean: bool
-    trusted: bool
 
 
 @dataclass(frozen=True)
@@ -172,10 +148,7 @@ def update(
     if batch.indices.numel() == 0 or layout.num_keys == 0:
         return
     with _on(weights.device):
-        runs = transpose.transpose(
-            layout, batch.indices, batch.offsets, batch.sample_weights, batch.mean, batch.batch_size, batch.bag_output,
-            batch.batch_offsets, batch.output_size, batch.trusted,
-        )  # fmt: skip
+        runs = transpose.transpose(layout, batch)
         _apply(layout, weights, state, grad, runs, optimizer)
 
 

@@ -22,8 +22,8 @@ import torch
 import triton
 import triton.language as tl
 
-from torchrec_triton.kernels.common import FEATURE_FIELDS, OUTPUT_UNIT, TableLayout, find_table
-from torchrec_triton.kernels.forward import bag_range, feature_range
+from torchrec_triton.kernels.common import FEATURE_FIELDS, OUTPUT_UNIT, Batch, TableLayout, find_table
+from torchrec_triton.kernels.forward import bag_range, feature_range, output_offset
 
 SINGLE, SHORT, MIDDLE, MEDIUM, LONG = range(5)
 CLASSES = 5
@@ -99,7 +99,6 @@ def linearize_kernel(
     num_bags,
     total_dim,
     no_row,  # the key of lookups that have none
-    UNIT: tl.constexpr,
     BAGS: tl.constexpr,
     WEIGHTED: tl.constexpr,
     MEAN: tl.constexpr,
@@ -115,11 +114,9 @@ def linearize_kernel(
     b = tile.to(tl.int64) * BAGS + tl.arange(0, BAGS)
     live = b < count
     begin, end = bag_range(offsets, first + b, live, num_ids)
-    if VBE:
-        row = tl.load(bag_output + first + b, mask=live, other=0)
-    else:
-        row = b * total_dim + tl.load(feature_meta + feature * FEATURE_FIELDS + 4)
-    row = (row // UNIT).to(source.dtype.element_ty)
+    column = tl.load(feature_meta + feature * FEATURE_FIELDS + 4)
+    row = output_offset(first, b, live, bag_output, total_dim, column, VBE) // OUTPUT_UNIT
+    row = row.to(source.dtype.element_ty)
     length = (end - begin).to(tl.int32)
     # Wide steps keep more loads of long bags in flight, and would idle on short ones.
     if tl.max(length, axis=0) <= 8:
@@ -288,38 +285,23 @@ def shortest_run(block: int) -> list[int]:
     return [1, 2, SHORT_RUN + 1, MIDDLE_RUN + 1, block]
 
 
-def transpose(
-    layout: TableLayout,
-    indices: torch.Tensor,
-    offsets: torch.Tensor,
-    sample_weights: torch.Tensor | None,
-    mean: bool,
-    batch_size: int,
-    bag_output: torch.Tensor | None,
-    batch_offsets: torch.Tensor | None,
-    output_size: int,
-    trusted: bool,
-) -> Runs:
-    """Runs of a batch.
-
-    indices [N], offsets [bags + 1], sample_weights [N] fp32 or None, output_size: elements of the output.
-    batch_size, bag_output, batch_offsets as for the forward. trusted: offsets don't decrease (they were checked).
-    """
-    device, num_ids = indices.device, indices.numel()
-    scaled = mean or sample_weights is not None
+def transpose(layout: TableLayout, batch: Batch) -> Runs:
+    """Runs of a batch that has ids."""
+    device, num_ids = batch.indices.device, batch.indices.numel()
+    weighted, vbe = batch.sample_weights is not None, batch.bag_output is not None
+    scaled = batch.mean or weighted
     position = torch.int32 if num_ids < 2**31 - 2**20 else torch.int64
     keys = torch.empty(num_ids, dtype=layout.key_dtype, device=device)
-    source_dtype = torch.int32 if output_size // OUTPUT_UNIT < 2**31 else torch.int64
+    source_dtype = torch.int32 if batch.output_size // OUTPUT_UNIT < 2**31 else torch.int64
     source = torch.empty(num_ids, dtype=source_dtype, device=device)
     scale = torch.empty(num_ids, dtype=torch.float32, device=device) if scaled else None
-    if not trusted:
+    if not batch.trusted:
         keys.fill_(layout.num_keys)
     bags = 32
-    linearize_kernel[(layout.num_features * triton.cdiv(batch_size, bags),)](
-        keys, source, scale, indices, offsets, sample_weights, bag_output, batch_offsets, layout.feature_meta,
-        batch_size, num_ids, offsets.numel() - 1, layout.total_dim, layout.num_keys,
-        UNIT=OUTPUT_UNIT, BAGS=bags, WEIGHTED=sample_weights is not None, MEAN=mean, VBE=bag_output is not None,
-        num_warps=4,
+    linearize_kernel[(layout.num_features * triton.cdiv(batch.batch_size, bags),)](
+        keys, source, scale, batch.indices, batch.offsets, batch.sample_weights, batch.bag_output, batch.batch_offsets,
+        layout.feature_meta, batch.batch_size, num_ids, batch.offsets.numel() - 1, layout.total_dim, layout.num_keys,
+        BAGS=bags, WEIGHTED=weighted, MEAN=batch.mean, VBE=vbe, num_warps=4,
     )  # fmt: skip
     keys, order = torch.sort(keys, stable=True)
     source = source[order]

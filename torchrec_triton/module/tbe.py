@@ -20,7 +20,7 @@ from torch import Tensor
 
 from torchrec_triton import _compat, support
 from torchrec_triton.kernels import ops
-from torchrec_triton.kernels.common import TableLayout
+from torchrec_triton.kernels.common import Batch, TableLayout
 
 _fbgemm = _compat.fbgemm_tbe()
 _Base: Any = _fbgemm.SplitTableBatchedEmbeddingBagsCodegen
@@ -175,7 +175,7 @@ class TritonTableBatchedEmbeddingBags(_Base):
             indices.contiguous(), offsets.contiguous(), per_sample_weights, batch_size_per_feature_per_rank, vbe_output,
             vbe_output_offsets,
         )  # fmt: skip
-        batch = ops.Batch(
+        batch = Batch(
             indices=indices,
             offsets=offsets,
             sample_weights=sample_weights,
@@ -372,7 +372,7 @@ class _Lookup(torch.autograd.Function):
         vbe_output: Tensor | None,
         output: Tensor,
         module: TritonTableBatchedEmbeddingBags,
-        batch: ops.Batch,
+        batch: Batch,
         optimizer: ops.Optimizer,
         wanted: Tensor | None,
     ) -> Tensor:
