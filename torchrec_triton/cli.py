@@ -6,6 +6,7 @@ import argparse
 import logging
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from torchrec_triton import __version__
 
@@ -23,6 +24,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     explain.add_argument("config", help="a YAML file such as configs/demo.yaml")
     explain.add_argument("--device", choices=("cuda", "cpu"), help="default: what this machine has")
     explain.set_defaults(run=_explain)
+
+    bench = commands.add_parser("bench", help="measure the kernels beside FBGEMM's on this machine's GPU")
+    bench.add_argument("--rates", required=True, metavar="FILE", help="write the rates by which the planner chooses")
+    bench.add_argument("--commit", default="", help="what is measured, where this is no git checkout")
+    bench.set_defaults(run=_bench)
 
     options = parser.parse_args(arguments)
     return int(options.run(options))
@@ -80,6 +86,13 @@ def _explain(options: argparse.Namespace) -> int:
     if refused:
         print(f"\n{refused} table(s) cannot have fused_triton: ask for auto or fused, or change what the reasons name.")
     return 1 if refused else 0
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from torchrec_triton.bench.rates import measure_rates
+
+    measure_rates(Path(options.rates), options.commit)
+    return 0
 
 
 def _device(asked: str | None) -> tuple[str, tuple[int, int] | None]:
