@@ -26,9 +26,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     explain.set_defaults(run=_explain)
 
     bench = commands.add_parser("bench", help="measure the kernels beside FBGEMM's on this machine's GPU")
-    bench.add_argument("--rates", required=True, metavar="FILE", help="write the rates by which the planner chooses")
+    bench.add_argument("--config", default="configs/bench_h200.yaml", help="default: %(default)s")
+    bench.add_argument("--quick", action="store_true", help="fewer shapes and runs")
+    bench.add_argument("--only", default="", metavar="PARTS", help="shapes with one of these, by comma, in their name")
+    bench.add_argument("--counted", type=int, help="timed runs a side, instead of the configuration's")
+    bench.add_argument("--output", default=".", metavar="PATH", help="folder or JSON file; its report is put beside it")
+    bench.add_argument("--render", metavar="FILE", help="only make the report of a JSON file anew; needs no GPU")
+    bench.add_argument("--rates", metavar="FILE", help="measure and write the rates by which the planner chooses")
     bench.add_argument("--commit", default="", help="what is measured, where this is no git checkout")
     bench.set_defaults(run=_bench)
+
+    for name, what in (("train", "train a configuration"), ("ab", "train with two kernels side by side and compare")):
+        command = commands.add_parser(name, help=what)
+        command.add_argument("--config", required=True, help="a YAML file such as configs/ab_demo.yaml")
+        command.add_argument("--output", required=True, type=Path, help="folder that rank 0 writes the report to")
+        command.add_argument("--world-size", type=int, default=0, help="refuse to run with another number of processes")
+        command.set_defaults(run=_train)
 
     options = parser.parse_args(arguments)
     return int(options.run(options))
@@ -89,10 +102,25 @@ def _explain(options: argparse.Namespace) -> int:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    from torchrec_triton.bench.rates import measure_rates
+    if options.render:
+        from torchrec_triton.bench import report
 
-    measure_rates(Path(options.rates), options.commit)
-    return 0
+        return report.render(options.render)
+    if options.rates:
+        from torchrec_triton.bench.rates import measure_rates
+
+        measure_rates(Path(options.rates), options.commit)
+        return 0
+    from torchrec_triton.bench import run
+
+    return run.main(options)
+
+
+def _train(options: argparse.Namespace) -> int:
+    from torchrec_triton.ab.run import run
+
+    status: int = run(options.command, options.config, options.output, options.world_size)
+    return status
 
 
 def _device(asked: str | None) -> tuple[str, tuple[int, int] | None]:

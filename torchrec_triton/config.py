@@ -1,4 +1,5 @@
-"""What a run is, as frozen dataclasses read from YAML: tables, kernels, optimizer, model, data, steps, seed.
+"""What a run is, as frozen dataclasses read from YAML: tables, kernels, optimizer, model, data, steps, seed, and what
+an A/B comparison measures and allows.
 
 A wrong file is answered with its path, the key, the nearest valid key and the allowed values, before anything is built.
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict, TypeVar, get_args, get_origin, get_type_hints, is_typeddict
@@ -20,6 +21,9 @@ T = TypeVar("T")
 ComputeKernel = Literal["auto", "fused", "fused_triton"]
 DataType = Literal["FP32", "FP16", "BF16"]
 Pooling = Literal["SUM", "MEAN"]
+ShardingTypeName = Literal[  # TorchRec's ShardingType
+    "data_parallel", "table_wise", "column_wise", "row_wise", "table_row_wise", "table_column_wise", "grid_shard"
+]
 # FBGEMM's EmbOptimType; the Triton kernels take the first two, FBGEMM's the others too.
 OptimizerName = Literal[
     "EXACT_ROWWISE_ADAGRAD",
@@ -58,7 +62,7 @@ class Bounds:
 
 Count = Annotated[int, Bounds(1)]
 NonNegative = Annotated[float, Bounds(0)]
-Share = Annotated[float, Bounds(0, below=1)]
+Share = Annotated[float, Bounds(0, below=1)]  # of data sources' options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +70,8 @@ class Table:
     """One embedding table.
 
     name: unique; features: that look it up, by default one of the table's name; rows and dim: its size;
-    pooling: of a bag; data_type: of the weights.
+    pooling: of a bag; pooling_factor: mean lookups of a bag, for the planner and for synthetic data;
+    data_type: of the weights; sharding: the types that the planner may choose from, by default all.
     """
 
     name: str
@@ -74,7 +79,9 @@ class Table:
     dim: Annotated[int, Bounds(4, step=4)]
     features: tuple[str, ...] = ()
     pooling: Pooling = "SUM"
+    pooling_factor: NonNegative = 1.0
     data_type: DataType = "FP32"
+    sharding: tuple[ShardingTypeName, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "features", self.features or (self.name,))
@@ -133,32 +140,81 @@ _ELSEWHERE = {
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """tables: all of one dim; weighted: lookups carry per-sample weights; hidden: widths of the dense layers;
-    dense_learning_rate: of Adam on the dense layers."""
+    """tables; weighted: lookups carry per-sample weights; initial_range: table weights start uniform within it on both
+    sides of 0, where 0 stands for 1/sqrt(rows) of each table; bottom: widths of the layers over the dense features;
+    interaction: `dot` multiplies every two features, whose dims (and the last of bottom) must then be equal, `cat` sets
+    them side by side; hidden: widths of the layers after it; dense_learning_rate: of Adam on all these layers."""
 
     tables: tuple[Table, ...]
     weighted: bool = False
+    initial_range: NonNegative = 0.0
+    bottom: tuple[Count, ...] = ()
+    interaction: Literal["dot", "cat"] = "dot"
     hidden: tuple[Count, ...] = (64, 32)
     dense_learning_rate: NonNegative = 0.001
+
+    def __post_init__(self) -> None:
+        widths = {f"{table.name} {table.dim}": table.dim for table in self.tables}
+        widths |= {f"bottom {self.bottom[-1]}": self.bottom[-1]} if self.bottom else {}
+        if self.interaction == "dot" and len(set(widths.values())) > 1:
+            raise ConfigError(
+                f"model.interaction: dot multiplies vectors of one width, and here are {', '.join(widths)}; "
+                "make them equal or set it to cat"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """batch_size: samples a step; history: length of the longest bag, of which the latest part is kept;
-    half_life_days: age at which a lookup weighs one half; validation_share, test_share: of the samples, by time."""
+    """batch_size: samples a step on each rank; source: `synthetic`, `criteo`, or FILE.py:CLASS, FILE as seen from the
+    configuration file; options: the source's own, which it checks key by key when it is opened."""
 
     batch_size: Count = 512
-    history: Count = 100
-    half_life_days: Annotated[float, Bounds(1e-3)] = 30.0
-    validation_share: Share = 0.1
-    test_share: Share = 0.2
+    source: str = "synthetic"
+    options: dict = field(default_factory=dict)  # type: ignore[type-arg]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How far arm B may be from arm A before `torchrec-triton ab` fails; what is left out is not checked.
+
+    loss_difference: largest at any one step; metric_difference: of the AUC and of the log loss, after training;
+    weight_difference, state_difference: largest of all tables, as a share of the table's largest value;
+    speed_ratio: least (median step time of A) / (that of B), of its confidence interval's lower end;
+    memory_ratio: greatest (peak GPU memory of B) / (that of A).
+    """
+
+    loss_difference: NonNegative = float("inf")
+    metric_difference: NonNegative = float("inf")
+    weight_difference: NonNegative = float("inf")
+    state_difference: NonNegative = float("inf")
+    speed_ratio: NonNegative = 0.0
+    memory_ratio: NonNegative = float("inf")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AB:
+    """Arm A against arm B, which is the configuration as it stands.
+
+    baseline: A's compute kernel for every table, without rules; plan: `frozen` gives both arms one plan in which only
+    the kernels differ, `replan` lets the planner choose for each; warmup: first steps that are trained but not timed;
+    profile_steps: last steps, likewise, that the profiler watches; steps_a_turn: an arm's steps before it is the other
+    arm's turn (with more than one the host may run ahead of the GPU, as it does in training).
+    """
+
+    baseline: ComputeKernel = "fused"
+    plan: Literal["frozen", "replan"] = "frozen"
+    warmup: Annotated[int, Bounds(0)] = 10
+    profile_steps: Annotated[int, Bounds(0)] = 5
+    steps_a_turn: Count = 1
+    limits: Limits = field(default_factory=Limits)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """compute_kernel: of the tables that no rule matches. `auto` takes Triton where it can and FBGEMM elsewhere;
     `fused_triton` is an error where Triton can't. rules: the first whose pattern matches a table decides.
-    steps: of training. seed: of weights and order of samples."""
+    pipeline: TorchRec's TrainPipelineSparseDist or TrainPipelineBase. steps: of training. seed: of weights and order of
+    samples. ab: read by `torchrec-triton ab` only."""
 
     model: Model
     compute_kernel: ComputeKernel = "auto"
@@ -166,8 +222,10 @@ class Config:
     optimizer: Optimizer = field(default_factory=Optimizer)
     fused_params: FusedParams = field(default_factory=FusedParams)
     data: Data = field(default_factory=Data)
+    pipeline: Literal["sparse_dist", "base"] = "sparse_dist"
     steps: Count = 100
     seed: Annotated[int, Bounds(0)] = 0
+    ab: AB = field(default_factory=AB)
 
     def __post_init__(self) -> None:
         tables = self.model.tables
@@ -177,8 +235,6 @@ class Config:
             if not any(fnmatchcase(table.name, rule.tables) for table in tables):
                 names = ", ".join(table.name for table in tables)
                 raise ConfigError(f"rules[{at}].tables: {rule.tables!r} matches no table; the tables are {names}")
-        if self.data.validation_share + self.data.test_share >= 1:
-            raise ConfigError("data.validation_share and data.test_share: together they must be below 1")
 
     def kernel_of(self, table: str) -> str:
         """The compute kernel that this configuration asks for a table: the first matching rule, or the default."""
@@ -212,11 +268,15 @@ def load_config(path: str | Path) -> Config:
     """
     try:
         content = yaml.load(Path(path).read_text(), Loader=_Loader)
-        return build(Config, content)
+        config = build(Config, content)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
     except (yaml.YAMLError, ConfigError) as error:
         raise ConfigError(f"{path}: {error}") from error
+    file, colon, name = config.data.source.rpartition(":")
+    if not colon:
+        return config
+    return replace(config, data=replace(config.data, source=f"{Path(path).resolve().parent / file}:{name}"))
 
 
 def build(kind: type[T], value: Any, at: str = "") -> T:
@@ -269,7 +329,7 @@ def _convert(hint: Any, value: Any, at: str) -> Any:
         with contextlib.suppress(ValueError):  # answered below
             value = float(value)  # YAML 1.1 reads 1e-8 as a string
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
-        names = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+        names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", dict: "keys and values"}
         raise ConfigError(f"{at}: expected {names[hint]}, got {value!r}")
     return value
 

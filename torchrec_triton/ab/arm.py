@@ -1,0 +1,285 @@
+"""One model in training: through TorchRec's planner, sharder, DistributedModelParallel and train pipeline."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import islice, pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torchrec.datasets.utils import Batch
+from torchrec.distributed import DistributedModelParallel, TrainPipelineSparseDist
+from torchrec.distributed.planner import ParameterConstraints, Topology
+from torchrec.distributed.train_pipeline import TrainPipelineBase
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+from torchrec_triton.ab.model import Recommender, fill
+from torchrec_triton.config import Config
+from torchrec_triton.module.sharding import TritonEmbeddingBagCollectionSharder
+from torchrec_triton.plan.planner import make_planner, with_compute_kernel
+from torchrec_triton.plan.reasons import FUSED, FUSED_TRITON, collection_reasons
+
+PIPELINES = {"sparse_dist": TrainPipelineSparseDist, "base": TrainPipelineBase}
+PHASES = ("input", "forward", "backward", "optimizer")
+_LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+class LaunchError(RuntimeError):
+    """The processes were not started as they should be; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process: its device and its rank among the processes that train together."""
+
+    device: torch.device
+    rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+
+    def settle(self) -> None:
+        """Wait until all queued work of this rank, and of the others, is done."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        if self.world_size > 1:
+            dist.barrier()
+
+    def now(self) -> Any:
+        """On a GPU an event in the current stream, else the clock."""
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def allocated(self) -> int:
+        return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
+
+
+@contextlib.contextmanager
+def place(expected: int = 0) -> Iterator[Place]:
+    """Join the process group that a launcher described in the environment; one process without a launcher is its own.
+
+    expected: the world size that was asked for, 0 if none was.
+    """
+    given = [name for name in _LAUNCHED if name in os.environ]
+    if given and len(given) < len(_LAUNCHED) and not dist.is_initialized():
+        missing = ", ".join(name for name in _LAUNCHED if name not in given)
+        raise LaunchError(f"{given[0]} is set, {missing} not: start with torchrun or TorchX, or unset all of them")
+    world_size, local = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
+    if expected not in (0, world_size):
+        raise LaunchError(f"{expected} processes were asked for, the launcher started {world_size}")
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if gpus and local >= gpus:
+        raise LaunchError(f"LOCAL_RANK {local} has no GPU of its own: this host has {gpus}; start fewer processes")
+    device = torch.device("cuda", local) if gpus else torch.device("cpu")
+    if gpus:
+        torch.cuda.set_device(device)
+    owned = not dist.is_initialized()
+    if owned:
+        # Long enough for a rank that compiles its kernels first. Alone: no port, so that two runs can't clash.
+        alone = {} if given else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group("nccl" if gpus else "gloo", timeout=timedelta(minutes=30), **alone)
+    try:
+        yield Place(device, dist.get_rank(), dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    finally:
+        if owned:
+            dist.destroy_process_group()
+
+
+class Feed:
+    """The first `count` batches of an iterator for several readers; each is made once, ahead of the step that needs it,
+    and dropped when every reader has had it."""
+
+    def __init__(self, batches: Iterator[Batch], count: int, pin: bool) -> None:
+        self._batches, self._pin, self._made = islice(batches, count), pin, 0
+        self._held: dict[int, Batch] = {}
+        self._at: list[int] = []
+
+    def prepare(self, until: int) -> None:
+        for number in [number for number in self._held if number < min(self._at, default=0)]:
+            del self._held[number]
+        for batch in islice(self._batches, max(0, until - self._made)):
+            self._held[self._made] = batch.pin_memory() if self._pin else batch
+            self._made += 1
+
+    def reader(self) -> Iterator[Batch]:
+        self._at.append(0)
+        return self._read(len(self._at) - 1)
+
+    def _read(self, reader: int) -> Iterator[Batch]:
+        while True:
+            self.prepare(self._at[reader] + 1)
+            if self._at[reader] not in self._held:
+                return
+            yield self._held[self._at[reader]]
+            self._at[reader] += 1
+
+
+class Arm:
+    """A model, its optimizers and its pipeline. kernels: table -> the compute kernel asked for; frozen: a plan in which
+    only the kernels are changed, instead of planning anew; arms: how many models share the device's memory.
+
+    plan: TorchRec's, of the collection; tables: what each table asked for, got, and why. losses: one a step, of this
+    rank. phases: a step's four times in ms (see PHASES). peak: bytes of GPU memory that this arm alone would need.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        here: Place,
+        dense: int,
+        kernels: dict[str, str],
+        frozen: ShardingPlan | None = None,
+        arms: int = 1,
+    ) -> None:
+        torch.manual_seed(config.seed)
+        self.config, self.here, self._live, self.peak = config, here, 0, 0
+        begin = here.allocated()
+        self.net = Recommender(config, dense, here.device)
+        sharder = TritonEmbeddingBagCollectionSharder(fused_params=config.torchrec_fused_params())
+        if frozen is None:
+            frozen = _planner(config, here, kernels, arms).collective_plan(self.net, [sharder], dist.GroupMember.WORLD)
+        else:
+            frozen = with_compute_kernel(frozen, kernels, module=self.net, sharders=[sharder])
+        self.whole_plan, self.plan = frozen, frozen.plan["embeddings"]
+        self.tables = self._tables(kernels)
+        self.model = DistributedModelParallel(
+            self.net, ShardingEnv.from_process_group(dist.GroupMember.WORLD), here.device, frozen, sharders=[sharder]
+        )
+        weights = self.weights()
+        for table in config.model.tables:
+            limit = config.model.initial_range or table.rows**-0.5
+            for weight, (row, column) in weights[f"embeddings.embedding_bags.{table.name}.weight"]:
+                fill(weight, table.name, config.seed, limit, row, column, table.dim)
+        dense_parameters = dict(in_backward_optimizer_filter(self.model.named_parameters()))
+        self.dense_optimizer = KeyedOptimizerWrapper(
+            dense_parameters, lambda parameters: torch.optim.Adam(parameters, lr=config.model.dense_learning_rate)
+        )
+        optimizer = CombinedOptimizer([self.model.fused_optimizer, self.dense_optimizer])
+        self.pipeline = PIPELINES[config.pipeline](self.model, optimizer, here.device)
+        self._marks: list[Any] = []
+        self._steps: list[list[Any]] = []
+        self._losses: list[Tensor] = []
+        self.net.register_forward_pre_hook(lambda *_: self._mark())
+        self.net.register_forward_hook(lambda *_: self._mark())
+        optimizer.register_step_pre_hook(lambda *_: self._mark())
+        self._grew(begin)
+
+    def advance(self, batches: Iterator[Batch], steps: int) -> None:
+        """Train some steps; call `Place.settle` before it."""
+        begin = self.here.allocated()
+        if self.here.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.here.device)
+        for _ in range(steps):
+            self._marks = [self.here.now()]
+            loss, _, _ = self.pipeline.progress(batches)
+            self._mark()
+            self._steps.append(self._marks)
+            self._losses.append(loss)
+        self._marks = []
+        if self.here.device.type == "cuda":
+            self.peak = max(self.peak, self._live + torch.cuda.max_memory_allocated(self.here.device) - begin)
+        self._grew(begin)
+
+    @torch.no_grad()
+    def predict(self, batches: Iterator[Batch]) -> tuple[Tensor, Tensor]:
+        """(logits, labels) of held-out batches of this rank, on its device."""
+        if isinstance(self.pipeline, TrainPipelineSparseDist):
+            self.pipeline.detach()
+        self.model.eval()
+        logits, labels = [], []
+        for batch in batches:
+            batch = batch.to(self.here.device)
+            logits.append(self.model(batch)[1][1].float())
+            labels.append(batch.labels)
+        self.model.train()
+        return torch.cat(logits), torch.cat(labels)
+
+    @property
+    def losses(self) -> Tensor:
+        return torch.stack(self._losses).float().cpu()
+
+    @property
+    def phases(self) -> Tensor:
+        """[steps, 4]; a step's time is their sum."""
+        self.here.settle()
+        if self.here.device.type != "cuda":
+            return torch.tensor(self._steps, dtype=torch.float64).diff(dim=1) * 1e3
+        return torch.tensor([[a.elapsed_time(b) for a, b in pairwise(step)] for step in self._steps]).double()
+
+    def weights(self) -> dict[str, list[tuple[Tensor, tuple[int, int]]]]:
+        """Every weight by name: this rank's shards and where they begin; the model's own tensors."""
+        return {name: shards_of(value) for name, value in self.model.state_dict().items()}
+
+    def row_state(self) -> dict[str, list[tuple[Tensor, tuple[int, int]]]]:
+        """The optimizer state of each table by name, likewise."""
+        state = self.model.fused_optimizer.state_dict()["state"]
+        return {name: shards_of(value) for of_table in state.values() for name, value in of_table.items()}
+
+    def checkpoint(self) -> dict[str, Any]:
+        """What torch.distributed.checkpoint saves and loads: all weights, and the tables' optimizer state."""
+        return {"model": self.model.state_dict(), "optimizer": self.model.fused_optimizer.state_dict()}
+
+    def _mark(self) -> None:
+        self._marks.append(self.here.now())
+
+    def _grew(self, begin: int) -> None:
+        self._live += self.here.allocated() - begin
+        self.peak = max(self.peak, self._live)
+
+    def _tables(self, kernels: dict[str, str]) -> dict[str, dict[str, Any]]:
+        fused_params = self.config.torchrec_fused_params()
+        why = collection_reasons(self.net.embeddings, self.plan, fused_params, self.here.device.type)
+        rows = {}
+        for table, sharding in self.plan.items():
+            asked, got, reasons = kernels[table], sharding.compute_kernel, why[table]
+            if got == FUSED_TRITON:
+                reasons = []
+            elif asked == FUSED:
+                reasons = ["the configuration asks for fused"]
+            elif not reasons:
+                reasons = ["the planner estimates it to be faster"]
+            rows[table] = {
+                "asked": asked,
+                "kernel": got,
+                "sharding": sharding.sharding_type,
+                "ranks": list(sharding.ranks or []),
+                "reasons": reasons,
+            }
+        return rows
+
+
+def shards_of(value: Tensor | ShardedTensor) -> list[tuple[Tensor, tuple[int, int]]]:
+    if not isinstance(value, ShardedTensor):
+        return [(value, (0, 0))]
+    return [(s.tensor, (*s.metadata.shard_offsets, 0)[:2]) for s in value.local_shards()]  # type: ignore[misc]
+
+
+def _planner(config: Config, here: Place, kernels: dict[str, str], arms: int) -> Any:
+    cuda = here.device.type == "cuda"
+    memory = {"hbm_cap": torch.cuda.get_device_properties(here.device).total_memory // arms} if cuda else {}
+    topology = Topology(
+        world_size=here.world_size,
+        compute_device=here.device.type,
+        local_world_size=min(here.local_world_size, here.world_size),
+        **memory,
+    )
+    constraints = {
+        table.name: ParameterConstraints(
+            sharding_types=list(table.sharding) or None,
+            pooling_factors=[table.pooling_factor] * len(table.features),
+        )
+        for table in config.model.tables
+    }
+    return make_planner(topology, kernels, batch_size=config.data.batch_size, constraints=constraints)

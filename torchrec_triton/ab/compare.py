@@ -1,0 +1,296 @@
+"""Train two arms in turns in one job and measure them: a report as plain data, which JSON can hold.
+
+Both start from the same weights, see the same batches in the same order, and take turns (who goes first alternates), so
+that a drift of the machine meets both alike. Times are those of the slowest rank at each step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import platform
+import shlex
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import DeviceType
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.profiler import ProfilerActivity, profile
+from torchmetrics.functional.classification import binary_auroc
+
+from torchrec_triton import __version__, _compat
+from torchrec_triton.ab.arm import PHASES, Arm, Feed, Place
+from torchrec_triton.ab.sources import Source
+from torchrec_triton.config import Config, ConfigError
+
+PERCENTILES = (50, 90, 99)
+RESAMPLES = 2000
+_AHEAD = 2  # batches that a pipeline reads beyond the one it trains on
+_CHUNK = 1 << 22  # rows that are compared at a time
+Report = dict[str, Any]
+Progress = Callable[[int, int, float], None]
+
+
+def train(config: Config, here: Place, source: Source, progress: Progress) -> tuple[Arm, Report]:
+    """Train the configuration as it stands. The report has the same entries of an arm as that of `compare`."""
+    arm = Arm(config, here, source.dense, config.kernels())
+    feed = Feed(source.training(here.rank, here.world_size), config.steps, pin=here.device.type == "cuda")
+    reader = feed.reader()
+    for step in range(config.steps):
+        feed.prepare(step + 1 + _AHEAD)
+        here.settle()
+        arm.advance(reader, 1)
+        _tell(progress, step + 1, config.steps, arm)
+    timed = slice(min(config.ab.warmup, config.steps - 1), None)
+    report = {**_origin(config, here), "arms": {"B": _measured(arm, config, source, timed, None)}}
+    report["curves"] = {"loss": {"B": _mean_over_ranks(arm).tolist()}}
+    report["tables"] = [{"name": name, "B": table} for name, table in arm.tables.items()]
+    return arm, report
+
+
+def compare(config: Config, here: Place, source: Source, progress: Progress) -> Report:
+    """Arm A (`ab.baseline`) against arm B (the configuration as it stands), on every rank alike.
+
+    Raises:
+        ConfigError: too few steps are left to time.
+        UnsupportedTableError: an arm's tables cannot have the `fused_triton` that was asked for by name.
+    """
+    ab = config.ab
+    last = config.steps - ab.profile_steps
+    if last - ab.warmup < 2:
+        raise ConfigError(
+            f"steps: {config.steps} steps less ab.warmup ({ab.warmup}) and ab.profile_steps ({ab.profile_steps}) leave "
+            f"{max(0, last - ab.warmup)} to time; at least 2 are needed"
+        )
+    a = Arm(config, here, source.dense, dict.fromkeys(config.kernels(), ab.baseline), arms=2)
+    b = Arm(config, here, source.dense, config.kernels(), a.whole_plan if ab.plan == "frozen" else None, arms=2)
+    at_first = _differences(a.model.state_dict(), b.model.state_dict(), here)
+    arms = {"A": a, "B": b}
+    feed = Feed(source.training(here.rank, here.world_size), config.steps, pin=here.device.type == "cuda")
+    readers = {name: feed.reader() for name in arms}
+    for turn, step in enumerate(range(0, last, ab.steps_a_turn)):
+        steps = min(ab.steps_a_turn, last - step)
+        feed.prepare(step + steps + _AHEAD)
+        for name in ("AB", "BA")[turn % 2]:
+            here.settle()
+            arms[name].advance(readers[name], steps)
+        _tell(progress, step + steps, config.steps, b)
+    feed.prepare(config.steps)
+    profiles = {name: _profiled(arm, readers[name], ab.profile_steps) for name, arm in arms.items()}
+    progress(config.steps, config.steps, float(b.losses[-1]))
+
+    timed = slice(ab.warmup, last)
+    times = {name: _slowest(arm.phases.sum(1))[timed].numpy() for name, arm in arms.items()}
+    losses = {name: _mean_over_ranks(arm) for name, arm in arms.items()}
+    weights = _differences(a.model.state_dict(), b.model.state_dict(), here)
+    state = _differences(_state(a), _state(b), here)
+    tables = []
+    for table in config.model.tables:
+        mine = {"A": a.tables[table.name], "B": b.tables[table.name]}
+        tables.append(
+            {
+                "name": table.name,
+                "rows": table.rows,
+                "dim": table.dim,
+                "data_type": table.data_type,
+                **mine,
+                "moved": any(mine["A"][key] != mine["B"][key] for key in ("sharding", "ranks")),
+                "weight_difference": _of_table(weights, f".{table.name}.weight"),
+                "state_difference": _of_table(state, f"{table.name}.momentum1"),
+            }
+        )
+    dense = [d for name, d in weights.items() if d and ".embedding_bags." not in name]
+    return {
+        **_origin(config, here),
+        "notes": _notes(config, arms, here),
+        "arms": {name: _measured(arm, config, source, timed, profiles[name]) for name, arm in arms.items()},
+        "ratio": {f"p{p}": _ratio(times["A"], times["B"], p) for p in PERCENTILES},
+        "initial_difference": max(d["absolute"] for d in at_first.values() if d),
+        "loss_difference": _largest(losses["A"] - losses["B"]),
+        "dense_difference": max(dense, key=lambda d: d["share"]) if dense else None,
+        "tables": tables,
+        "timed": [ab.warmup, last],
+        "curves": {
+            "loss": {name: loss.tolist() for name, loss in losses.items()},
+            "step_ms": {name: _slowest(arm.phases.sum(1)).tolist() for name, arm in arms.items()},
+        },
+    }
+
+
+def _tell(progress: Progress, step: int, steps: int, arm: Arm) -> None:
+    if step % 20 == 0 or step == steps:
+        progress(step, steps, float(arm.losses[-20:].mean()))
+
+
+def _measured(arm: Arm, config: Config, source: Source, timed: slice, profiled: Report | None) -> Report:
+    here = arm.here
+    phases = _slowest(arm.phases)[timed]
+    total = _slowest(arm.phases.sum(1))[timed]
+    peaks: list[Any] = [None] * here.world_size
+    dist.all_gather_object(peaks, arm.peak)
+    kernels = sorted({table["kernel"] for table in arm.tables.values()})
+    return {
+        "kernels": kernels,
+        "step_ms": {
+            **{f"p{p}": float(np.percentile(total.numpy(), p)) for p in PERCENTILES},
+            "mean": float(total.mean()),
+        },
+        "phase_ms": dict(zip(PHASES, phases.median(0).values.tolist())),
+        "profile": profiled,
+        "examples_per_second": config.data.batch_size * here.world_size / float(total.mean()) * 1e3,
+        "peak_memory_mb": [peak / 1e6 for peak in peaks] if here.device.type == "cuda" else None,
+        "metrics": _scores(arm, source),
+        "final_loss": float(_mean_over_ranks(arm)[-max(1, config.steps // 10) :].mean()),
+    }
+
+
+def _scores(arm: Arm, source: Source) -> dict[str, float]:
+    """Of all ranks' held-out samples. normalized_entropy: log loss over that of always predicting the mean label."""
+    here = arm.here
+    mine = torch.stack(arm.predict(source.evaluation(here.rank, here.world_size)))
+    gathered = [torch.empty_like(mine) for _ in range(here.world_size)]
+    dist.all_gather(gathered, mine)
+    logits, labels = torch.cat(gathered, dim=1)
+    loss = torch.nn.functional.binary_cross_entropy_with_logits(logits.double(), labels.double())
+    mean = labels.double().mean()
+    entropy = -(mean * mean.log() + (1 - mean) * (1 - mean).log())
+    return {
+        "log_loss": loss.item(),
+        "auc": binary_auroc(torch.sigmoid(logits), labels.long()).item(),
+        "normalized_entropy": (loss / entropy).item(),
+        "samples": len(labels),
+    }
+
+
+def _profiled(arm: Arm, batches: Any, steps: int) -> Report | None:
+    """What TorchRec's and the operators' own kernels take, on average a step on this rank: ms of collectives (NCCL's
+    kernels; on the CPU gloo's operations), and of all GPU kernels together. They overlap each other and the host."""
+    if not steps:
+        return None
+    cuda = arm.here.device.type == "cuda"
+    arm.here.settle()
+    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]) as profiler:
+        arm.advance(batches, steps)
+        arm.here.settle()
+    spent = {"collective": 0.0, "gpu": 0.0}
+    for event in profiler.events():
+        ms = event.time_range.elapsed_us() / 1e3 / steps
+        if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False):
+            spent["gpu"] += ms
+        if event.name.startswith("ncclDevKernel" if cuda else "gloo:"):
+            spent["collective"] += ms
+    everywhere: list[Any] = [None] * arm.here.world_size
+    dist.all_gather_object(everywhere, spent)
+    collective, gpu = (max(one[key] for one in everywhere) for key in ("collective", "gpu"))
+    return {"steps": steps, "collective_ms": collective, "gpu_ms": gpu if cuda else None}
+
+
+def _slowest(times: Tensor) -> Tensor:
+    """Largest over the ranks, element by element."""
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, times)
+    return torch.stack(everywhere).amax(0)
+
+
+def _mean_over_ranks(arm: Arm) -> Tensor:
+    everywhere: list[Any] = [None] * arm.here.world_size
+    dist.all_gather_object(everywhere, arm.losses.double())
+    return torch.stack(everywhere).mean(0)
+
+
+def _ratio(a: np.ndarray, b: np.ndarray, percentile: int) -> Report:
+    """(percentile of A's times) / (that of B's) and its 95 % interval by bootstrap. Steps are drawn in pairs: both arms
+    of a step had the same batch at nearly the same moment."""
+    draws = np.random.default_rng(0).integers(0, len(a), (RESAMPLES, len(a)))
+    ratios = np.percentile(a[draws], percentile, axis=1) / np.percentile(b[draws], percentile, axis=1)
+    low, high = np.percentile(ratios, (2.5, 97.5))
+    return {"value": float(np.percentile(a, percentile) / np.percentile(b, percentile)), "interval": [low, high]}
+
+
+def _state(arm: Arm) -> dict[str, Any]:
+    state = arm.model.fused_optimizer.state_dict()["state"]
+    return {name: value for of_table in state.values() for name, value in of_table.items()}
+
+
+def _differences(ours: dict[str, Any], theirs: dict[str, Any], here: Place) -> dict[str, Report | None]:
+    """Name -> the largest difference over all ranks: absolute, and as a share of the largest value in either; None for
+    a state that two placements keep in different shapes (cut by columns, each cut has its own)."""
+    result: dict[str, Report | None] = {}
+    for name, value in theirs.items():
+        mine = ours[name]
+        if tuple(mine.size()) != tuple(value.size()):
+            result[name] = None
+            continue
+        worst = torch.zeros(2, dtype=torch.float64, device=here.device)
+        for x, y in _pairs(mine, value, here):
+            for first in range(0, len(x), _CHUNK):
+                one, two = x[first : first + _CHUNK].float(), y[first : first + _CHUNK].float()
+                if one.numel():
+                    found = torch.stack([(one - two).abs().max(), torch.maximum(one.abs().max(), two.abs().max())])
+                    worst = torch.maximum(worst, found.double())  # unlike Python's max, keeps a NaN
+        worst = torch.where(worst.isnan(), float("inf"), worst)
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        absolute, largest = worst.tolist()
+        result[name] = {"absolute": absolute, "share": absolute / largest if largest else 0.0}
+    return result
+
+
+def _pairs(x: Any, y: Any, here: Place) -> list[tuple[Tensor, Tensor]]:
+    """Pieces that belong together. A table whose shards lie in other places is brought together on rank 0."""
+    if not isinstance(x, ShardedTensor) or not isinstance(y, ShardedTensor):
+        return [(x, y)]
+    where = [[(s.shard_offsets, str(s.placement)) for s in t.metadata().shards_metadata] for t in (x, y)]
+    if where[0] == where[1]:
+        return [(one.tensor, two.tensor) for one, two in zip(x.local_shards(), y.local_shards())]
+    whole = [torch.empty(t.size(), dtype=t.dtype, device=here.device) if here.rank == 0 else None for t in (x, y)]
+    x.gather(0, whole[0])
+    y.gather(0, whole[1])
+    return [(whole[0], whole[1])] if whole[0] is not None and whole[1] is not None else []
+
+
+def _largest(difference: Tensor) -> float:
+    return difference.abs().nan_to_num(float("inf")).max().item()
+
+
+def _of_table(differences: dict[str, Report | None], ending: str) -> Report | None:
+    return next((value for name, value in differences.items() if name.endswith(ending)), None)
+
+
+def _notes(config: Config, arms: dict[str, Arm], here: Place) -> list[str]:
+    kernels = [[table["kernel"] for table in arm.tables.values()] for arm in arms.values()]
+    notes = []
+    if kernels[0] == kernels[1]:
+        on = "'s CPU kernels" if here.device.type == "cpu" and not _compat.interpreter_enabled() else ""
+        what = f"FBGEMM{on}" if set(kernels[0]) == {"fused"} else "the same kernels"
+        notes.append(
+            f"Both arms ran {what}: this says nothing of Triton's speed. It shows that the comparison is fair."
+        )
+    elif here.device.type == "cpu":
+        notes.append("Triton's kernels ran in its interpreter: times say nothing of a GPU's.")
+    if config.fused_params.get("stochastic_rounding", True) and any(t.data_type != "FP32" for t in config.model.tables):
+        notes.append(
+            "FP16 and BF16 weights are rounded stochastically: the arms draw other random numbers and drift apart."
+        )
+    return notes
+
+
+def _origin(config: Config, here: Place) -> Report:
+    device = torch.cuda.get_device_name(here.device) if here.device.type == "cuda" else f"CPU ({platform.machine()})"
+    return {
+        "torchrec_triton": __version__,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "device": device,
+        "world_size": here.world_size,
+        "versions": {
+            "python": platform.python_version(),
+            **{package: _compat.installed_version(package) for package in _compat.PACKAGES},
+        },
+        "interpreter": _compat.interpreter_enabled(),
+        "command": shlex.join(["torchrec-triton", *sys.argv[1:]]),
+        "config": dataclasses.asdict(config),
+    }
