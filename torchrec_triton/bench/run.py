@@ -1,115 +1,75 @@
-"""Measures the Triton operator beside FBGEMM's CUDA kernels, both in one process and interleaved.
+"""Times the Triton operator beside FBGEMM's CUDA kernels, both in one process and interleaved.
 
-Each workload passes a gate first: from equal weights, two steps on both sides must give equal outputs, weights and
-state, within rounding. Then times come from CUDA events with work queued ahead of the region, so that launch time is
-hidden; the host's time a call is a column of its own. Both sides have the same output dtype, rounding, bounds checks
-and eps. FBGEMM's side is the faster of its two forwards and of the backwards behind them, without deterministic mode
-and without the gradient of weights that want none. Batches rotate.
+A shape passes the gate first (gate.py). Then its three sides take turns: ours, FBGEMM, and FBGEMM with its opt-in
+forward. No two neighbouring runs see the same batch, so neither finds the other's ids in the cache. Times come from
+CUDA events with idle work queued ahead: a run counts only if the GPU had not reached its first event when the host was
+done, so launches are never part of it. The host's own time is measured apart, on an idle GPU.
 """
+
 from __future__ import annotations
 
 import argparse
 import datetime
 import gc
-import json
+import platform
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
-from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice, SplitTableBatchedEmbeddingBagsCodegen
+from fbgemm_gpu.split_embedding_configs import SparseType
 
 from torchrec_triton import _compat
-from torchrec_triton.bench.workloads import Batch, Workload, make_batch, real
-from torchrec_triton.module.tbe import TritonTableBatchedEmbeddingBags
+from torchrec_triton.bench import compiling, floor, report
+from torchrec_triton.bench.config import Bench, Card, Suite, load
+from torchrec_triton.bench.gate import Call, GateError, Pair, gate
+from torchrec_triton.bench.workloads import Batch, Workload, make_batch, workloads
+from torchrec_triton.config import ConfigError
 
-COUNTED = 11
-BATCHES = 3
-
-
-class GateError(AssertionError):
-    """The two sides disagree: their times mean nothing."""
-
-
-def _module(cls: Any, workload: Workload, precision: SparseType, stochastic: bool) -> Any:
-    specs = [(r, d, EmbeddingLocation.DEVICE, ComputeDevice.CUDA) for r, d in zip(workload.rows, workload.dims)]
-    return cls(
-        specs,
-        optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-        learning_rate=0.01,
-        eps=1e-8,
-        weights_precision=precision,
-        output_dtype=SparseType.FP32,
-        stochastic_rounding=stochastic,
-        device=torch.device("cuda", torch.cuda.current_device()),
-    )
+SIDES = ("triton", "fbgemm", "fbgemm2")
+UNCOUNTED = 2  # rounds ahead of the counted ones
+Sample = Callable[[Call, Batch, torch.Tensor], tuple[float, float]]  # forward and backward
 
 
-def _call(tbe: Any, batch: Batch) -> torch.Tensor:
-    wanted = None
-    if batch.weights is not None and not isinstance(tbe, TritonTableBatchedEmbeddingBags):
-        wanted = torch.zeros(len(tbe.feature_table_map), dtype=torch.int32, device=batch.indices.device)
-    return tbe(batch.indices, batch.offsets, batch.weights, feature_requires_grad=wanted)
+class GpuTimer:
+    """Forward and backward of one call in ms, with idle cycles ahead that cover the host's launches.
 
-
-def _largest_difference(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Largest |a - b| of two flat tensors, in pieces: tables take most of the memory."""
-    a, b = a.reshape(-1), b.reshape(-1)
-    piece = 2**28
-    return max(
-        (float((a[i : i + piece].float() - b[i : i + piece].float()).abs().max()) for i in range(0, a.numel(), piece)),
-        default=0.0,
-    )
-
-
-def gate(ours: Any, theirs: Any, batches: list[Batch], grad: torch.Tensor) -> dict[str, float]:
-    """Two steps on both sides; largest differences of output, weights and state.
-
-    Raises:
-        GateError: a difference is above what fp32 sums in another order and one fp16 rounding explain.
+    waits: whether some call waited for the device itself, so that no backlog could hide its launches.
     """
-    result = {"weights": 0.0, "state": 0.0}
-    for step, batch in enumerate(batches[:2]):
-        out, expected = _call(ours, batch), _call(theirs, batch)
-        scale = float(expected.detach().abs().max()) + 1e-30
-        result[f"output{step + 1}"] = _largest_difference(out.detach(), expected.detach()) / scale
-        out.backward(grad)
-        expected.backward(grad)
-        del out, expected
-    result["weights"] = _largest_difference(ours.weights_dev.detach(), theirs.weights_dev.detach())
-    state = theirs.momentum1_dev.detach()
-    result["state"] = _largest_difference(ours.momentum1_dev.detach(), state) / (float(state.max()) + 1e-30)
-    # Weights are at most 1 at first, where fp16 is spaced by 2^-11: the sides may round a row apart, and then differ by
-    # that in the second output. The first output and the state are fp32 sums.
-    limits = {"output1": 1e-6, "output2": 1e-3, "weights": 2e-3, "state": 1e-5}
-    if not all(result[key] < limit for key, limit in limits.items()):
-        raise GateError(f"differences {result}, allowed {limits}")
-    return result
+
+    MOST = 32_000_000  # cycles, some 17 ms
+
+    def __init__(self) -> None:
+        self._cycles = 2_000_000
+        self.waits = False
+
+    def __call__(self, call: Call, batch: Batch, grad: torch.Tensor) -> tuple[float, float]:
+        while True:
+            marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+            torch.cuda._sleep(self._cycles)
+            marks[0].record()
+            out = call(batch)
+            marks[1].record()
+            out.backward(grad)
+            marks[2].record()
+            late = marks[0].query()
+            torch.cuda.synchronize()
+            if not late or self._cycles >= self.MOST:
+                self.waits |= late
+                return marks[0].elapsed_time(marks[1]), marks[1].elapsed_time(marks[2])
+            self._cycles *= 2
 
 
-def _timed(tbe: Any, batch: Batch, grad: torch.Tensor, backlog: int) -> tuple[float, float]:
-    """Forward and backward (ms) with `backlog` cycles of work queued ahead."""
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
-    torch.cuda._sleep(backlog)
-    marks[0].record()
-    out = _call(tbe, batch)
-    marks[1].record()
-    out.backward(grad)
-    marks[2].record()
-    torch.cuda.synchronize()
-    return marks[0].elapsed_time(marks[1]), marks[1].elapsed_time(marks[2])
-
-
-def _host(tbe: Any, batch: Batch, grad: torch.Tensor) -> tuple[float, float]:
-    """Host time (us) to enqueue a forward and a backward."""
+def host_time(call: Call, batch: Batch, grad: torch.Tensor) -> tuple[float, float]:
+    """Microseconds to enqueue a forward and a backward on an idle GPU."""
     torch.cuda.synchronize()
     start = time.perf_counter()
-    out = _call(tbe, batch)
+    out = call(batch)
     middle = time.perf_counter()
     out.backward(grad)
     end = time.perf_counter()
@@ -117,147 +77,234 @@ def _host(tbe: Any, batch: Batch, grad: torch.Tensor) -> tuple[float, float]:
     return (middle - start) * 1e6, (end - middle) * 1e6
 
 
-def _memory(tbe: Any, batch: Batch, grad: torch.Tensor) -> int:
-    """Most bytes a backward takes beyond what was there before it."""
-    out = _call(tbe, batch)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    out.backward(grad)
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
+def peak_bytes(call: Call, batch: Batch, grad: torch.Tensor) -> tuple[float, float]:
+    """Most bytes that a forward (its output among them) and a backward take beyond what was there before each."""
+    peaks = []
+    out = None
+    for step in ("forward", "backward"):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        if step == "forward":
+            out = call(batch)
+        else:
+            out.backward(grad)  # type: ignore[union-attr]
+        torch.cuda.synchronize()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    return peaks[0], peaks[1]
 
 
-def _quantiles(values: list[float]) -> dict[str, float]:
+def interleave(
+    calls: dict[str, Call], batches: list[Batch], grad: torch.Tensor, counted: int, sample: Sample, uncounted: int = 0
+) -> dict[str, list[tuple[float, float]]]:
+    """`counted` samples of each side. The order of the sides turns with each round, and so do the batches: a run and
+    the one before it never share a batch."""
+    names = list(calls)
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    for i in range(uncounted + counted):
+        for position in range(len(names)):
+            side = (position - i) % len(names)
+            pair = sample(calls[names[side]], batches[(i + position) % len(batches)], grad)
+            if i >= uncounted:
+                found[names[side]].append(pair)
+    return found
+
+
+def quantiles(values: list[float]) -> dict[str, float]:
     ordered = sorted(values)
     tenth = len(ordered) // 10
     return {"p50": statistics.median(ordered), "p10": ordered[tenth], "p90": ordered[-1 - tenth]}
 
 
-def measure(workload: Workload, precision: SparseType = SparseType.FP16, counted: int = COUNTED) -> dict[str, Any]:
-    """One row of the report: times in ms, host times in us, memory in bytes."""
+def measure(
+    workload: Workload,
+    precision: SparseType = SparseType.FP16,
+    counted: int = 11,
+    *,
+    batches: int = 3,
+    host_runs: int = 11,
+    card: Card | None = None,
+    pair: Pair | None = None,
+) -> dict[str, Any]:
+    """One shape: row[side][part]["p50" | "p10" | "p90"] in ms, side of SIDES, part forward, backward or sum; beside
+    them host times in us, peak memory in bytes, runs of the shape, bytes that it must move, and its floor if `card` is
+    given.
+
+    pair: modules of these tables and this precision, when there are some already.
+
+    Raises:
+        GateError: the sides disagree or are wrong; nothing was timed.
+        NotImplementedError: Triton can't run the shape; the message has the reasons.
+    """
     device = torch.device("cuda", torch.cuda.current_device())
-    batches = [make_batch(workload, seed, device) for seed in range(BATCHES)]
-    ours = _module(TritonTableBatchedEmbeddingBags, workload, precision, False)
-    theirs = _module(SplitTableBatchedEmbeddingBagsCodegen, workload, precision, False)
-    ours.weights_dev.detach().uniform_(-1.0, 1.0)
-    theirs.weights_dev.detach().copy_(ours.weights_dev.detach())
-    grad = torch.randn(workload.batch, sum(workload.dims), device=device)
-    row: dict[str, Any] = {"name": workload.name, "ids": batches[0].indices.numel()}
-    row["gate"] = gate(ours, theirs, batches, grad)
-    del ours, theirs
-    gc.collect()
-    torch.cuda.empty_cache()
-    ours = _module(TritonTableBatchedEmbeddingBags, workload, precision, True)
-    theirs = _module(SplitTableBatchedEmbeddingBagsCodegen, workload, precision, True)
-    for tbe in (ours, theirs):
-        tbe.weights_dev.detach().uniform_(-1.0, 1.0)
-    times: dict[str, list[tuple[float, float]]] = {"triton": [], "fbgemm": [], "fbgemm2": []}
-    for i in range(counted + 2):
-        for side in times:
-            theirs.is_experimental = side == "fbgemm2"
-            tbe = ours if side == "triton" else theirs
-            forward, backward = _timed(tbe, batches[i % BATCHES], grad, 20_000_000)
-            if i >= 2:
-                times[side].append((forward, backward))
-    for side, pairs in times.items():
+    pair = pair or Pair.build(workload, precision, device)
+    inputs = [make_batch(workload, seed, device) for seed in range(batches)]
+    shape = (workload.output_size,) if workload.vbe else (workload.batch, sum(workload.dims))
+    grad = torch.randn(shape, device=device)
+    row = describe(workload, inputs[0], pair.ours.flat_weights().element_size(), card)
+    row["gate"] = gate(pair, workload, inputs, grad)
+    calls, timer = pair.calls(), GpuTimer()
+    times = interleave(calls, inputs, grad, counted, timer, UNCOUNTED)
+    hosts = interleave(calls, inputs, grad, host_runs, host_time, UNCOUNTED)
+    row["waits_for_device"] = timer.waits
+    for side in SIDES:
+        memory = peak_bytes(calls[side], inputs[0], grad)
         row[side] = {
-            "forward": _quantiles([f for f, _ in pairs]),
-            "backward": _quantiles([b for _, b in pairs]),
-            "sum": _quantiles([f + b for f, b in pairs]),
+            "forward": quantiles([f for f, _ in times[side]]),
+            "backward": quantiles([b for _, b in times[side]]),
+            "sum": quantiles([f + b for f, b in times[side]]),
+            "samples": [[round(f, 5), round(b, 5)] for f, b in times[side]],
+            "host_forward_us": statistics.median(f for f, _ in hosts[side]),
+            "host_backward_us": statistics.median(b for _, b in hosts[side]),
+            "forward_bytes": memory[0],
+            "backward_bytes": memory[1],
         }
-    theirs.is_experimental = False
-    for side, tbe in (("triton", ours), ("fbgemm", theirs)):
-        host = [_host(tbe, batches[i % BATCHES], grad) for i in range(11)]
-        row[side]["host_forward_us"] = statistics.median(f for f, _ in host)
-        row[side]["host_backward_us"] = statistics.median(b for _, b in host)
-        row[side]["backward_bytes"] = _memory(tbe, batches[0], grad)
-    del ours, theirs, batches, grad
-    gc.collect()
-    torch.cuda.empty_cache()
     return row
 
 
-def line(row: dict[str, Any]) -> str:
-    """The row as a line of a table."""
-    ours, theirs, theirs2 = row["triton"], row["fbgemm"], row["fbgemm2"]
-    forward = min(theirs["forward"]["p50"], theirs2["forward"]["p50"])
-    backward = min(theirs["backward"]["p50"], theirs2["backward"]["p50"])
-    f, b = ours["forward"]["p50"], ours["backward"]["p50"]
-    return (
-        f"| {row['name']:30s} | {f:8.3f} | {forward:8.3f} | {forward / f:5.2f} "
-        f"| {b:8.3f} | {backward:8.3f} | {backward / b:5.2f} "
-        f"| {(forward + backward) / (f + b):5.2f} | {ours['host_forward_us']:5.0f}/{theirs['host_forward_us']:5.0f} "
-        f"| {ours['host_backward_us']:5.0f}/{theirs['host_backward_us']:5.0f} "
-        f"| {ours['backward_bytes'] / 2**20:6.0f}/{theirs['backward_bytes'] / 2**20:6.0f} |"
-    )
+def describe(workload: Workload, batch: Batch, weight_bytes: int, card: Card | None) -> dict[str, Any]:
+    """What is measured: the shape, the runs of its first batch, the bytes that must move."""
+    found = floor.runs(workload, batch)
+    moved = floor.traffic(workload, batch, found.pop("unique"), weight_bytes)
+    for passed in moved.values():
+        passed["ms"] = floor.floor_ms(passed, card) if card else None
+    axes = ("rows", "dims", "pooling", "batch", "alpha", "weighted", "jagged", "vbe")
+    shape = {axis: getattr(workload, axis) for axis in axes}
+    return {"name": workload.name, "group": workload.group, "shape": shape, **found, "floor": moved}
 
 
-HEADER = (
-    "| workload | forward ms | FBGEMM | ratio | backward ms | FBGEMM | ratio "
-    "| sum ratio | host fwd us | host bwd us | MiB bwd |\n"
-    "|---|---|---|---|---|---|---|---|---|---|---|"
-)
+class _Pairs:
+    """The modules of the tables in use; shapes that share tables and come one after another share them."""
+
+    def __init__(self, precision: SparseType) -> None:
+        self._precision = precision
+        self._key: Any = None
+        self._pair: Pair | None = None
+
+    def get(self, workload: Workload) -> Pair:
+        key = (workload.rows, workload.dims)
+        if key != self._key or self._pair is None:
+            self._key, self._pair = key, None
+            gc.collect()
+            torch.cuda.empty_cache()
+            device = torch.device("cuda", torch.cuda.current_device())
+            self._pair = Pair.build(workload, self._precision, device)
+        return self._pair
 
 
 def _origin(commit: str) -> dict[str, Any]:
-    """Where and how the figures were made."""
+    """Where and how the figures are made."""
     if not commit:
-        found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-        commit = found.stdout.strip() or "unknown"
+        git = [["git", "rev-parse", "--short", "HEAD"], ["git", "status", "--porcelain", "--untracked-files=no"]]
+        head, changes = (subprocess.run(c, capture_output=True, text=True, check=False).stdout.strip() for c in git)
+        commit = (head or "unknown") + (" with uncommitted changes" if changes else "")
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
     return {
         "date": datetime.date.today().isoformat(),
-        "gpu": torch.cuda.get_device_name(),
-        "versions": {package: _compat.installed_version(package) for package in _compat.PACKAGES},
+        "gpu": gpu.name,
+        "hardware": {
+            "multiprocessors": gpu.multi_processor_count,
+            "memory_gib": round(gpu.total_memory / 2**30),
+            "driver": subprocess.run(query, capture_output=True, text=True, check=False).stdout.split("\n")[0],
+            "copy_terabytes_per_second": _copy_rate(),
+        },
+        "versions": {
+            "python": platform.python_version(),
+            "cuda": torch.version.cuda,
+            **{package: _compat.installed_version(package) for package in _compat.PACKAGES},
+            "torch": torch.__version__,
+        },
         "commit": commit,
-        "command": "python -m torchrec_triton.bench.run " + " ".join(sys.argv[1:]),
+        "command": "torchrec-triton " + " ".join(sys.argv[1:]),
     }
 
 
-def markdown(report: dict[str, Any]) -> str:
-    """The report as Markdown: how it was made, then the table."""
-    versions = ", ".join(f"{package} {version}" for package, version in report["versions"].items())
-    lines = [
-        f"# {report['gpu']}, {report['date']}",
-        "",
-        f"{versions}. Commit {report['commit']}. `{report['command']}`",
-        "",
-        f"Medians of {report['counted']} runs a side; fp16 weights, fp32 output, exact row-wise Adagrad, stochastic "
-        "rounding, bounds checks on. FBGEMM's forward is the faster of its two. A ratio above 1 says that Triton is "
-        "faster. Host times and memory are Triton's / FBGEMM's.",
-        "",
-        HEADER,
-        *(line(row) for row in report["rows"]),
-    ]
-    return "\n".join(lines + [f"\nNot timed, because the sides disagreed: {name}" for name in report["failed"]]) + "\n"
+def _copy_rate() -> float:
+    """TB/s read and written by a copy within the device: the floor's own limit, as this card has it today."""
+    source = torch.zeros(2**31, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    times = []
+    for _ in range(6):
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        marks[0].record()
+        target.copy_(source)
+        marks[1].record()
+        torch.cuda.synchronize()
+        times.append(marks[0].elapsed_time(marks[1]))
+    return round(2 * source.numel() / min(times) * 1e-9, 2)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="comma-separated substrings of workload names")
-    parser.add_argument("--output", type=Path, default=None, help="JSON file; Markdown is put beside it")
-    parser.add_argument("--counted", type=int, default=COUNTED, help="counted runs a side")
-    parser.add_argument("--commit", default="", help="what is measured, where this is no git checkout")
-    args = parser.parse_args()
-    wanted = [w for w in args.only.split(",") if w]
-    report: dict[str, Any] = {**_origin(args.commit), "counted": args.counted, "rows": [], "failed": []}
-    print({key: report[key] for key in ("date", "gpu", "versions", "commit")})
-    print(HEADER)
-    for workload in real():
-        if wanted and not any(w in workload.name for w in wanted):
+def run(settings: Bench, suite: Suite, wanted: list[str], commit: str, save: Callable[[dict], None]) -> dict[str, Any]:
+    """The report of a suite. `save` gets it after every shape, so that a run that is cut short leaves what it has.
+
+    wanted: parts of names; a shape runs if it has one of them, all run if there are none.
+    """
+    start = time.perf_counter()
+    torch.use_deterministic_algorithms(False)
+    shapes = [w for w in workloads(suite, settings.grid_tables) if not wanted or any(part in w.name for part in wanted)]
+    first_step = compiling.first_step_times() if suite.first_step and not wanted else None
+    compile_seconds = compiling.warm_up(shapes)
+    result: dict[str, Any] = {
+        **_origin(commit),
+        "card": asdict(settings.card),
+        "counted": suite.counted,
+        "batches": suite.batches,
+        "host_runs": suite.host_runs,
+        "first_step": first_step,
+        "compile_seconds": compile_seconds,
+        "failed": [],
+        "skipped": [],
+        "rows": [],
+    }
+    print(f"{result['gpu']}, commit {result['commit']}; kernels compiled in {compile_seconds:.0f} s")
+    print(report.HEADER)
+    pairs = _Pairs(SparseType.FP16)
+    for workload in shapes:
+        if time.perf_counter() - start > suite.seconds:
+            result["skipped"].append(workload.name)
             continue
         try:
-            report["rows"].append(measure(workload, counted=args.counted))
-            print(line(report["rows"][-1]), flush=True)
+            row = measure(
+                workload, counted=suite.counted, batches=suite.batches, host_runs=suite.host_runs, card=settings.card,
+                pair=pairs.get(workload),
+            )  # fmt: skip
+            result["rows"].append(row)
+            print(report.line(row), flush=True)
         except GateError as error:
-            report["failed"].append(workload.name)
-            print(f"| {workload.name:30s} | not timed: {error} |", flush=True)
-        if args.output:
-            args.output.write_text(json.dumps(report, indent=1))
-            args.output.with_suffix(".md").write_text(markdown(report))
-    if report["failed"]:
-        raise SystemExit(f"gate failed: {', '.join(report['failed'])}")
+            result["failed"].append({"name": workload.name, "reason": str(error)})
+            print(f"| {workload.name} | not timed: {error} |", flush=True)
+        result["seconds"] = round(time.perf_counter() - start, 1)
+        save(result)
+    return result
 
 
-if __name__ == "__main__":
-    main()
+def main(options: argparse.Namespace) -> int:
+    """The command `bench`. 0: done, 1: some shape failed the gate, 2: wrong arguments."""
+    try:
+        settings = load(options.config)
+        suite = settings.quick if options.quick else settings.full
+        workloads(suite, settings.grid_tables)  # names in it are checked before anything is built
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if not torch.cuda.is_available() or (problem := _compat.launch_problem("cuda")):
+        print(f"bench times CUDA kernels: {problem if torch.cuda.is_available() else 'there is no GPU'}; "
+              "a JSON file is rendered anywhere with --render", file=sys.stderr)  # fmt: skip
+        return 2
+    if options.counted:
+        suite = replace(suite, counted=options.counted)
+    output = Path(options.output)
+    if output.suffix != ".json":
+        output.mkdir(parents=True, exist_ok=True)
+        gpu = torch.cuda.get_device_name().lower().replace(" ", "-").removeprefix("nvidia-")
+        output /= f"{datetime.date.today().isoformat()}-{gpu}{'-quick' if options.quick else ''}.json"
+    wanted = [part for part in options.only.split(",") if part]
+    result = run(settings, suite, wanted, options.commit, lambda result: report.save(result, output))
+    report.write(result, output)
+    print(f"\n{output} and its Markdown and plots, {result['seconds']} s")
+    for failure in result["failed"]:
+        print(f"gate failed: {failure['name']}: {failure['reason']}", file=sys.stderr)
+    if result["skipped"]:
+        print(f"not run within {suite.seconds:g} s: {len(result['skipped'])} shapes", file=sys.stderr)
+    return 1 if result["failed"] else 0
