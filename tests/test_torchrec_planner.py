@@ -61,6 +61,11 @@ def kernels(plan: ShardingPlan) -> dict[str, str]:
     return {table: sharding.compute_kernel for params in plan.plan.values() for table, sharding in params.items()}
 
 
+def fallbacks(caplog: pytest.LogCaptureFixture) -> list[str]:
+    ours = [record.getMessage() for record in caplog.records if record.name == "torchrec_triton"]
+    return [line for line in ours if line.startswith("table ")]
+
+
 def on_one_type(kind: str, *names: str, **constraint: Any) -> dict[str, ParameterConstraints]:
     return {name: ParameterConstraints(sharding_types=[kind], **constraint) for name in names}
 
@@ -87,7 +92,7 @@ def test_auto_falls_back_for_a_table_and_says_so_once(caplog: pytest.LogCaptureF
     with caplog.at_level(logging.INFO, "torchrec_triton"):
         plan = planned(model, constraints=on_one_type("table_wise", "good", "quantised"))
     assert kernels(plan) == {"good": "fused_triton", "quantised": "fused"}
-    (line,) = [record.getMessage() for record in caplog.records if record.name == "torchrec_triton"]
+    (line,) = fallbacks(caplog)
     assert "quantised" in line and "INT8" in line and "good" not in line
 
 
@@ -157,7 +162,7 @@ def test_the_line_about_a_fallback_says_what_the_plan_holds(caplog: pytest.LogCa
             constraints=constraints,
         )
     assert kernels(plan) == {"replicated": "dense", "t": "fused"}
-    (line,) = [record.getMessage() for record in caplog.records if record.name == "torchrec_triton"]
+    (line,) = fallbacks(caplog)
     assert line.startswith("table t: fused")
 
 
@@ -274,7 +279,7 @@ def workspace(model: nn.Module, constraints: Any, *the_sharders: Any) -> list[in
     four = Topology(world_size=4, local_world_size=2, compute_device="cuda")
     fused, triton = (
         shard_bytes(
-            make_planner(four, choice, batch_size=10, constraints=constraints, debug=False),
+            make_planner(four, {"t": choice, "*": "auto"}, batch_size=10, constraints=constraints, debug=False),
             model,
             list(the_sharders) or sharders(),
         )

@@ -52,7 +52,7 @@ def measure_rates(output: Path, commit: str = "") -> None:
     rows = []
     for values in itertools.product(*AXES.values()):
         point = dict(zip(AXES, values))
-        row = measure(workload(point), SparseType[point["data_type"]], COUNTED)
+        row = measure(workload(point), SparseType[point["data_type"]], COUNTED, host_runs=1)
         ms = {
             kernel: [round(row[side][phase]["p50"], 5) for phase in ("forward", "backward")]
             for kernel, side in (("fused", "fbgemm"), ("fused_triton", "triton"))

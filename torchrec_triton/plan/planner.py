@@ -1,9 +1,10 @@
 """Which tables get `fused_triton`: in a plan that exists, or while TorchRec's planner looks for one.
 
 A choice is one kernel for all tables, or globs on table names -> kernel. The kernels are "fused_triton" (an error if a
-table cannot have it), "fused" (FBGEMM) and "auto" (Triton where support.py says yes, else FBGEMM and one log line for
-the table). Of several globs that match a table the first one counts, as of the rules in a configuration file. A table
-that none matches keeps what it has in a finished plan, and gets "fused" while planning.
+table cannot have it), "fused" (FBGEMM) and "auto" (Triton, but FBGEMM and one log line for the table where support.py
+has a reason or, while planning, where FBGEMM is faster by measured rates). Of several globs that match a table the
+first one counts, as of the rules in a configuration file. A table that none matches keeps what it has in a finished
+plan, and gets "fused" while planning.
 
 Planning needs neither a GPU nor Triton.
 """
@@ -12,18 +13,18 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.constants import BATCH_SIZE
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
-from torchrec.distributed.planner.estimator.config import EmbeddingPerfEstimatorConfig
-from torchrec.distributed.planner.estimator.estimator import EmbeddingPerfEstimatorFactory
-from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption
+from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, ShardingOption
 from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import (
@@ -34,6 +35,10 @@ from torchrec.distributed.types import (
     ShardingType,
 )
 
+from torchrec_triton.config import Config
+from torchrec_triton.plan.configured import constraints_of
+from torchrec_triton.plan.estimator import KERNELS, PerfEstimator, collection_of
+from torchrec_triton.plan.rates import find_rates
 from torchrec_triton.plan.reasons import (
     FUSED,
     FUSED_TRITON,
@@ -42,6 +47,7 @@ from torchrec_triton.plan.reasons import (
     planned_device_type,
     sharding_reasons,
 )
+from torchrec_triton.plan.report import TableReport, available, shortage
 from torchrec_triton.plan.storage import StorageEstimator
 
 logger = logging.getLogger("torchrec_triton")
@@ -57,7 +63,8 @@ def with_compute_kernel(
     module: nn.Module | None = None,
     sharders: list[ModuleSharder[Any]] | None = None,
 ) -> ShardingPlan:
-    """A copy of `plan` in which the chosen tables have the chosen kernel; shards and ranks stay as they are.
+    """A copy of `plan` in which the chosen tables have the chosen kernel; shards and ranks stay as they are. The log
+    says which tables change.
 
     module, sharders: what the plan is for. Given, every setting of every table is judged here. Without them only what
     stands in the plan is (sharding type, device, shapes), and the sharder judges the rest when it shards.
@@ -101,63 +108,74 @@ def with_compute_kernel(
         )
     if refused:
         raise UnsupportedTableError(refused)
+    for path, params in module_plans.items():
+        for table, sharding in params.items():
+            if (kernel := copies[path][table].compute_kernel) != sharding.compute_kernel:
+                logger.info("table %s: %s -> %s", table, sharding.compute_kernel, kernel)
     return ShardingPlan(copies)
 
 
 def make_planner(
     topology: Topology,
-    choice: Choice = AUTO,
+    choice: Choice | Config = AUTO,
     *,
-    batch_size: int = BATCH_SIZE,
+    batch_size: int | None = None,
     constraints: dict[str, ParameterConstraints] | None = None,
+    rates: str | Path | None = None,
     **planner_keywords: Any,
 ) -> EmbeddingShardingPlanner:
     """TorchRec's planner, in which every table of a Triton sharder is offered the kernel that was chosen for it.
 
     topology: of the machines to train on; its compute_device decides, not the host that plans.
+    choice: one kernel, globs -> kernel, or a configuration, which gives batch size and constraints too, unless they are
+        arguments.
     constraints: TorchRec's; a table whose compute_kernels name one of `fused` and `fused_triton`, or neither
         (`fused_uvm`, `dense`, ...), keeps to it.
+    rates: by which `auto` chooses: the name of a GPU in configs/rates/, or a file that `torchrec-triton bench --rates`
+        wrote. By default those of this machine's GPU.
     planner_keywords: go to EmbeddingShardingPlanner (storage_reservation, proposer, partitioner, stats, ...).
 
+    With `fused` for all tables the plan is TorchRec's own: nothing is estimated in another way.
+
     Planning raises UnsupportedTableError if a table cannot have the `fused_triton` that was asked for by name, on every
-    rank alike.
+    rank alike; and TorchRec's PlannerError, with what each table needs, if there is no plan.
     """
-    perf_estimator = EmbeddingPerfEstimatorFactory.create_with_config(
-        _PerfConfig(), topology=topology, constraints=constraints
-    )
+    if isinstance(choice, Config):
+        batch_size, constraints = batch_size or choice.data.batch_size, constraints or constraints_of(choice)
+        choice = choice.kernels()
+    batch_size, globs = batch_size or BATCH_SIZE, _validated(choice)
+    constrained = [kernel for c in (constraints or {}).values() for kernel in c.compute_kernels or ()]
+    estimators: list[Any] = []
+    if {*globs.values(), *constrained} & {AUTO, FUSED_TRITON}:
+        gpu = topology.compute_device == "cuda"
+        here = torch.cuda.get_device_name() if gpu and torch.cuda.is_available() else None
+        found, rule = find_rates(rates, here) if gpu else (None, "")
+        if rule and AUTO in globs.values():
+            logger.warning(rule)
+        estimators.append(PerfEstimator(topology, constraints, found, measured=gpu and not rule))
+        estimators.append(StorageEstimator(topology=topology, constraints=constraints))
     enumerator = _Enumerator(
-        topology=topology,
-        batch_size=batch_size,
-        constraints=constraints,
-        estimator=[perf_estimator, StorageEstimator(topology=topology, constraints=constraints)],
-        choice=_validated(choice),
+        topology=topology, batch_size=batch_size, constraints=constraints, estimator=estimators or None, choice=globs
     )
     return _Planner(
         topology=topology, batch_size=batch_size, constraints=constraints, enumerator=enumerator, **planner_keywords
     )
 
 
-class _PerfConfig(EmbeddingPerfEstimatorConfig):
-    """Rates `fused_triton` like `fused` on every device; stock TorchRec has no rate for it on the CPU."""
-
-    def get_device_bw(self, compute_device: str, compute_kernel: str, *args: Any, **kwargs: Any) -> float | None:
-        return super().get_device_bw(
-            compute_device, FUSED if compute_kernel == FUSED_TRITON else compute_kernel, *args, **kwargs
-        )
-
-
 class _Enumerator(EmbeddingEnumerator):
-    """Offers each table one of `fused` and `fused_triton`, never both: they cost the same in TorchRec's eyes, so every
-    plan would be found twice, and the order of a hash would choose."""
+    """Offers each table one of `fused` and `fused_triton` for each sharding type, never both: the search is no larger
+    than TorchRec's, and no order decides between equals."""
 
     def __init__(self, *, choice: Mapping[str, str], **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._choice = choice
-        self._reasons: dict[tuple[str, str], list[str]] = {}  # of a table under a sharding type
+        self.reasons: dict[tuple[str, str], list[str]] = {}  # of a table under a sharding type
+        self.perf = next((e for e in self._estimators if isinstance(e, PerfEstimator)), None)  # None: TorchRec's own
+        self._choosing = False
 
     def judge(self, module: nn.Module, sharders: list[ModuleSharder[Any]]) -> None:
         """Find the reasons of every table under every sharding type, and refuse what cannot be met."""
-        self._reasons.clear()
+        self.reasons.clear()
         refused = {}
         for _, child, sharder in _sharded_modules(module, sharders):
             tables = list(sharder.shardable_parameters(child))
@@ -165,43 +183,56 @@ class _Enumerator(EmbeddingEnumerator):
                 params = {table: self._parameter_sharding(table, sharding_type.value) for table in tables}
                 found = _reasons(child, sharder, params, self._compute_device)
                 for table, reasons in found.items():  # tables of one name in two collections share their reasons
-                    self._reasons.setdefault((table, sharding_type.value), []).extend(reasons)
+                    self.reasons.setdefault((table, sharding_type.value), []).extend(reasons)
             for table in tables:
                 allowed = getattr((self._constraints or {}).get(table), "sharding_types", None)
-                why = [self._reasons[table, kind] for kind in allowed or [kind.value for kind in ShardingType]]
-                if self._kernel(table) == FUSED_TRITON and all(why):
+                why = [self.reasons[table, kind] for kind in allowed or [kind.value for kind in ShardingType]]
+                if self.asked(table) == FUSED_TRITON and all(why):
                     # Reasons that no sharding type escapes say most.
                     every = list(dict.fromkeys(reason for w in why for reason in w))
                     refused[table] = [reason for reason in every if all(reason in w for w in why)] or every
-        _refuse_unmatched(self._choice, [table for table, _ in self._reasons])
+        _refuse_unmatched(self._choice, [table for table, _ in self.reasons])
         if refused:
             raise UnsupportedTableError(refused)
 
     def enumerate(self, module: nn.Module, sharders: list[ModuleSharder[Any]]) -> list[ShardingOption]:
         self.judge(module, sharders)
-        return super().enumerate(module, sharders)
+        self._choosing = self.perf is not None
+        try:
+            return super().enumerate(module, sharders)
+        finally:
+            self._choosing = False
 
-    def log_fallbacks(self, plan: ShardingPlan) -> None:
-        """One line for each table that could have had Triton by choice and has FBGEMM's kernel in the plan."""
-        for params in plan.plan.values():
-            for table, sharding in params.items() if isinstance(params, EmbeddingModuleShardingPlan) else ():
-                if self._kernel(table) == AUTO and sharding.compute_kernel == FUSED:
-                    _log_fallback(table, list(dict.fromkeys(self._reasons[table, sharding.sharding_type])))
+    def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
+        """TorchRec calls it with every option and its shards, and proposers with those that they changed."""
+        if self._choosing and self.perf:
+            self._choosing = False
+            self.perf.choose(
+                sharding_options, lambda o: o.compute_kernel == FUSED_TRITON and self.asked(o.name) == AUTO
+            )
+        super().populate_estimates(sharding_options)
 
-    def _filter_compute_kernels(self, name: str, allowed_compute_kernels: list[str], sharding_type: str) -> list[str]:
-        kernel, reasons = self._kernel(name), self._reasons[name, sharding_type]
-        if kernel == FUSED_TRITON:
-            return [] if reasons else [FUSED_TRITON]
-        offered = FUSED if kernel == FUSED or reasons else FUSED_TRITON
-        allowed = [offered if k in (FUSED, FUSED_TRITON) else k for k in allowed_compute_kernels]
-        return super()._filter_compute_kernels(name, list(dict.fromkeys(allowed)), sharding_type)
-
-    def _kernel(self, table: str) -> str:
+    def asked(self, table: str) -> str:
+        """The kernel that constraints or the choice ask for."""
         constrained = getattr((self._constraints or {}).get(table), "compute_kernels", None) or []
         named = [kernel for kernel in (FUSED, FUSED_TRITON) if kernel in constrained]
         if constrained and not named:  # another kernel altogether, as TorchRec would take it
             return FUSED
         return named[0] if len(named) == 1 else _chosen(table, self._choice) or FUSED
+
+    def _filter_compute_kernels(self, name: str, allowed_compute_kernels: list[str], sharding_type: str) -> list[str]:
+        kernel, reasons = self.asked(name), self.reasons[name, sharding_type]
+        if kernel == FUSED_TRITON:
+            return [] if reasons else [FUSED_TRITON]
+        offered = FUSED if kernel == FUSED or reasons else FUSED_TRITON
+        allowed = [offered if k in (FUSED, FUSED_TRITON) else k for k in allowed_compute_kernels]
+        allowed = list(dict.fromkeys(allowed))
+        found = super()._filter_compute_kernels(name, allowed, sharding_type)
+        return sorted(found, key=allowed.index) if self.perf else found  # by hash, up to TorchRec 1.8
+
+    def _filter_sharding_types(self, name: str, allowed_sharding_types: list[str], *args: Any) -> list[str]:
+        found = super()._filter_sharding_types(name, allowed_sharding_types, *args)
+        return sorted(found, key=allowed_sharding_types.index) if self.perf else found
 
     def _parameter_sharding(self, table: str, sharding_type: str) -> ParameterSharding:
         constraint = (self._constraints or {}).get(table, ParameterConstraints())
@@ -218,8 +249,16 @@ class _Enumerator(EmbeddingEnumerator):
 
 class _Planner(EmbeddingShardingPlanner):
     def plan(self, module: nn.Module, sharders: list[ModuleSharder[Any]]) -> ShardingPlan:
-        plan = super().plan(module, sharders)
-        self._enumerator.log_fallbacks(plan)
+        try:
+            plan = super().plan(module, sharders)
+        except PlannerError as error:
+            left = available(self._storage_reservation.last_reserved_topology or self._topology)
+            need = shortage(self._enumerator.last_stored_search_space or [], left, self._topology.compute_device)
+            error.args = ("\n".join(part for part in (str(error), need) if part),)
+            raise
+        for report in self.explain():
+            if self._enumerator.asked(report.table) == AUTO and report.compute_kernel == FUSED:
+                _log_fallback(report.table, report.reasons)
         return plan
 
     def collective_plan(self, module: nn.Module, sharders: Any = None, pg: Any = None) -> ShardingPlan:
@@ -227,6 +266,34 @@ class _Planner(EmbeddingShardingPlanner):
         sharders = sharders or get_default_sharders()
         self._enumerator.judge(module, sharders)
         return super().collective_plan(module, sharders, pg)
+
+    def explain(self) -> list[TableReport]:
+        """Every table of the plan that was made last, in the order of the plan."""
+        return [self._report(option) for option in self._best_plan or []]
+
+    def _report(self, option: ShardingOption) -> TableReport:
+        perf, kernel = self._enumerator.perf, option.compute_kernel
+        pooled = kernel in KERNELS and collection_of(option)
+        times = {k: max(perf.times(option, k), key=sum) for k in KERNELS} if pooled and perf and perf.rates else {}
+        reasons = (
+            self._enumerator.reasons.get((option.name, option.sharding_type), []) if kernel != FUSED_TRITON else []
+        )
+        if kernel == FUSED and not reasons:
+            asked = self._enumerator.asked(option.name)
+            by_rates = (
+                f"faster here by the rates of {perf.rates.gpu}" if perf and perf.rates else "TorchRec proposed it"
+            )
+            reasons = [by_rates if asked == AUTO else f"{FUSED} was asked for"]
+        return TableReport(
+            path=option.path,
+            table=option.name,
+            sharding_type=option.sharding_type,
+            compute_kernel=kernel,
+            ranks=tuple(shard.rank for shard in option.shards),
+            bytes=max(shard.storage.hbm + shard.storage.ddr for shard in option.shards),
+            milliseconds=times,
+            reasons=tuple(dict.fromkeys(reasons)),
+        )
 
 
 def _exchangeable(sharding: ParameterSharding, kernel: str | None) -> bool:
@@ -253,7 +320,7 @@ def _refuse_unmatched(choice: Mapping[str, str], tables: list[str]) -> None:
             raise ValueError(f"no table matches {glob!r}; tables: {', '.join(sorted(set(tables)))}")
 
 
-def _log_fallback(table: str, reasons: list[str]) -> None:
+def _log_fallback(table: str, reasons: Iterable[str]) -> None:
     logger.warning("table %s: %s (FBGEMM), not %s: %s", table, FUSED, FUSED_TRITON, "; ".join(reasons))
 
 

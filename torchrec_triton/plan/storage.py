@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstimator, get_num_poolings
-from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption, Storage
-from torchrec.distributed.types import ShardingType
+from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstimator
+from torchrec.distributed.planner.types import ShardingOption, Storage
 
+from torchrec_triton.plan.estimator import collection_of, lookups_and_bags
 from torchrec_triton.plan.reasons import FUSED, FUSED_TRITON
 from torchrec_triton.support import name_of
 
@@ -38,17 +38,8 @@ class StorageEstimator(EmbeddingStorageEstimator):
                 shard.storage += Storage(hbm=size, ddr=0) if on_gpu else Storage(hbm=0, ddr=size)
 
     def _workspace(self, option: ShardingOption) -> int:
-        """Bytes on a rank with a shard of the table. Lookups are shared out as in TorchRec's input sizes."""
-        constraint = (self._constraints or {}).get(option.name, ParameterConstraints())
-        batch_sizes = constraint.batch_sizes or [option.batch_size] * option.num_inputs
-        poolings = get_num_poolings(self._constraints, option)
-        sharing_ranks = {
-            ShardingType.ROW_WISE.value: self._topology.world_size,
-            ShardingType.TABLE_ROW_WISE.value: self._topology.intra_group_size,
-            ShardingType.GRID_SHARD.value: self._topology.intra_group_size,
-        }.get(option.sharding_type, 1)
-        local = sum(length * n * batch for length, n, batch in zip(option.input_lengths, poolings, batch_sizes))
-        collection = getattr(option.module[1], "_embedding_bag_collection", option.module[1])
+        """Bytes on a rank with a shard of the table."""
+        lookups, _ = lookups_and_bags(option, self._constraints, self._topology)
+        collection = collection_of(option)
         scaled = collection.is_weighted() or collection.embedding_bags[option.name].mode == "mean"
-        lookups = local * self._topology.world_size / sharing_ranks
         return round(lookups * (_SCALED_WORKSPACE if scaled else _WORKSPACE))

@@ -1,0 +1,94 @@
+"""Sharding plans as JSON files: everything that a plan says of a table, readable, and the same plan when read back."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import typing
+from pathlib import Path
+from typing import Any
+
+from torchrec.distributed.types import (
+    EmbeddingModuleShardingPlan,
+    EnumerableShardingSpec,
+    ParameterSharding,
+    ShardingPlan,
+    ShardingSpec,
+    ShardMetadata,
+)
+
+from torchrec_triton._compat import installed_version
+
+
+def save_plan(plan: ShardingPlan, path: str | Path) -> None:
+    """
+    Raises:
+        ValueError: a table's sharding holds an object that has no form in JSON (such as cache statistics), or a module
+            of the plan is no collection of tables.
+    """
+    modules = {}
+    for module, params in plan.plan.items():
+        if not isinstance(params, EmbeddingModuleShardingPlan):
+            raise ValueError(f"module {module!r}: a {type(params).__name__} is no plan of tables")
+        modules[module] = {table: _encode(sharding, f"table {table}") for table, sharding in params.items()}
+    content = {"torchrec": installed_version("torchrec"), "plan": modules}
+    Path(path).write_text(json.dumps(content, indent=1) + "\n")
+
+
+def load_plan(path: str | Path) -> ShardingPlan:
+    """
+    Raises:
+        ValueError: the file is not one that `save_plan` wrote; the message says what is wrong.
+    """
+    try:
+        modules = json.loads(Path(path).read_text())["plan"]
+        return ShardingPlan(
+            {
+                module: EmbeddingModuleShardingPlan({t: _decode(ParameterSharding, v) for t, v in tables.items()})
+                for module, tables in modules.items()
+            }
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is no saved plan: {type(error).__name__}: {error}") from error
+
+
+def _encode(value: Any, at: str) -> Any:
+    """Enum members by name, dataclasses as mappings without what is None, placements as "rank:0/cuda:0"."""
+    if value is None or (isinstance(value, (bool, int, float, str)) and not isinstance(value, enum.Enum)):
+        return value
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, EnumerableShardingSpec):
+        return [
+            {"offsets": list(s.shard_offsets), "sizes": list(s.shard_sizes), "placement": str(s.placement)}
+            for s in value.shards
+        ]
+    if dataclasses.is_dataclass(value):
+        items = {item.name: getattr(value, item.name) for item in dataclasses.fields(value)}
+        return {name: _encode(item, f"{at}: {name}") for name, item in items.items() if item is not None}
+    if isinstance(value, (list, tuple)):
+        return [_encode(item, at) for item in value]
+    raise ValueError(f"{at} is a {type(value).__name__}, which a plan file cannot hold; set it after loading")
+
+
+def _decode(kind: Any, value: Any) -> Any:
+    """`value`, as it stands in the file, as a `kind`."""
+    if typing.get_origin(kind) is typing.Union:  # Optional
+        kind = typing.get_args(kind)[0]
+    if typing.get_origin(kind) is tuple:
+        return tuple(tuple(item) if isinstance(item, list) else item for item in value)
+    if not isinstance(kind, type):  # List[int]
+        return value
+    if issubclass(kind, ShardingSpec):
+        return EnumerableShardingSpec([ShardMetadata(s["offsets"], s["sizes"], s["placement"]) for s in value])
+    if issubclass(kind, enum.Enum):
+        return kind[value]
+    if issubclass(kind, tuple):  # named
+        return kind(*value)
+    if dataclasses.is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        if unknown := [name for name in value if name not in hints]:
+            raise ValueError(f"{kind.__name__} has no {unknown[0]!r} in this TorchRec")
+        return kind(**{name: _decode(hints[name], item) for name, item in value.items()})
+    return value
