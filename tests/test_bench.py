@@ -323,6 +323,104 @@ def test_shapes_with_the_same_kernels_are_compiled_in_one_process():
     assert len(work[0][0].rows) == 66 and max(work[0][0].rows) <= 1_000_000
 
 
+@pytest.fixture
+def on_cpu(monkeypatch, tmp_path):
+    """The command on CPU tensors in Triton's interpreter, with everything but the clock and the memory counters."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    for name in ("memory_allocated", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 0)
+    monkeypatch.setattr(bench, "_device", lambda: CPU)
+    monkeypatch.setattr(bench.compiling, "warm_up", lambda shapes: 0.0)
+    origin = {"hardware": dict.fromkeys(("multiprocessors", "memory_gib", "driver", "copy_terabytes_per_second"), 1)}
+    origin |= {"gpu": "a card", "date": "2026-01-01", "commit": "abc", "versions": {}, "command": "bench"}
+    monkeypatch.setattr(bench, "_origin", lambda commit: origin)
+
+    class Timer:
+        waits = False
+
+        def __call__(self, call, batch, grad):
+            forward, backward = bench.host_time(call, batch, grad)
+            return forward / 1000, backward / 1000
+
+    monkeypatch.setattr(bench, "GpuTimer", Timer)
+    config = tmp_path / "bench.yaml"
+    config.write_text(
+        """
+        card: {name: a card, copy: &rate {terabytes_per_second: 1, source: x}, l2_gather: *rate, memory_gather: *rate}
+        grid_tables: {rows: [9, 4], most_ids: 100}
+        full: {real: []}
+        quick:
+          real: []
+          grid:
+            - {pooling: [2], alpha: [0, 1.2], batch: [3], dim: [8]}
+            - {pooling: [2], alpha: [0], batch: [8], dim: [4], vbe: true, weighted: true}
+          counted: 3
+          host_runs: 1
+        """
+    )
+    only = ("--only", "L=2", "--output", str(tmp_path / "out" / "run.json"))
+    return ["bench", "--config", str(config), "--quick", *only]
+
+
+def test_the_command_from_configuration_to_report(on_cpu, tmp_path, capsys):
+    assert cli.main(on_cpu) == 0
+    result = json.loads((tmp_path / "out" / "run.json").read_text())
+    assert [row["name"] for row in result["rows"]] == [
+        "L=2 zipf=0 B=8 D=4 weighted VBE",
+        "L=2 zipf=0 B=3 D=8",
+        "L=2 zipf=1.2 B=3 D=8",
+    ]
+    for row in result["rows"]:
+        assert all(len(row[side]["samples"]) == 3 and row[side]["sum"]["p50"] > 0 for side in bench.SIDES)
+    text = (tmp_path / "out" / "run.md").read_text()
+    assert all(row["name"] in text for row in result["rows"])
+    assert len(list((tmp_path / "out").glob("*.svg"))) == 3
+
+
+def test_a_shape_that_fails_the_gate_has_no_times_and_fails_the_command(on_cpu, tmp_path, capsys, monkeypatch):
+    build = Pair.build
+
+    def wrong_in_one(shape, precision, device):
+        pair = build(shape, precision, device)
+        if shape.vbe:
+            _scaled("ours", "forward", 1.01)(pair)
+        return pair
+
+    monkeypatch.setattr(Pair, "build", wrong_in_one)
+    assert cli.main(on_cpu) == 1
+    printed = capsys.readouterr()
+    assert "gate failed: L=2 zipf=0 B=8 D=4 weighted VBE: output1 differs by" in printed.err
+    result = json.loads((tmp_path / "out" / "run.json").read_text())
+    assert len(result["rows"]) == 2 and not any(row["shape"]["vbe"] for row in result["rows"])
+    assert "**Not timed, because the gate failed:**" in (tmp_path / "out" / "run.md").read_text()
+
+
+def test_shapes_that_time_does_not_allow_are_named_and_fail_the_command(on_cpu, tmp_path, capsys, monkeypatch):
+    clock = itertools.count(0, 400)
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: next(clock))
+    assert cli.main(on_cpu) == 1
+    result = json.loads((tmp_path / "out" / "run.json").read_text())
+    assert len(result["rows"]) == 1 and len(result["skipped"]) == 2
+    assert "not run within 540 s: 2 shapes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--only", "nothing"],
+            "--only nothing: no shape has that in its name; besides the grid there are launch-bound",
+        ),
+        (["--counted", "0"], "--counted 0: is not allowed"),
+    ],
+)
+def test_wrong_arguments_are_named(on_cpu, capsys, arguments, message):
+    assert cli.main([*on_cpu, *arguments]) == 2
+    assert capsys.readouterr().err.startswith(message)
+
+
 # --- report --------------------------------------------------------------------------------------------------------
 
 
@@ -403,6 +501,17 @@ def test_a_report_is_rendered_from_its_json_alone(result, tmp_path, capsys):
     columns = [line.count("|") for line in tables]
     rules = [i for i, line in enumerate(tables) if line.startswith("|---")]
     assert all(columns[i - 1] == columns[i] == columns[i + 1] for i in rules)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [(None, "No such file"), ("{", "Expecting"), ("[]", "is not the report")]
+)
+def test_a_file_that_is_no_report_is_refused(tmp_path, capsys, content, message):
+    path = tmp_path / "run.json"
+    if content:
+        path.write_text(content)
+    assert cli.main(["bench", "--render", str(path)]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_a_run_without_a_passed_shape_still_has_a_report(result):

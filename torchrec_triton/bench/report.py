@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -116,8 +117,15 @@ def write(result: dict[str, Any], path: Path) -> None:
 
 def render(path: str) -> int:
     """The command `bench --render`: Markdown and plots of a JSON file that a run left."""
-    write(json.loads(Path(path).read_text()), Path(path))
-    print(f"{path} rendered beside it")
+    try:
+        result = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        print(f"{path}: {error}", file=sys.stderr)
+        return 2
+    if not isinstance(result, dict) or not {"card", "rows", "failed"} <= result.keys():
+        print(f"{path}: is not the report of a `torchrec-triton bench` run", file=sys.stderr)
+        return 2
+    write(result, Path(path))
     return 0
 
 

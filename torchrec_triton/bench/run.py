@@ -12,6 +12,7 @@ import argparse
 import datetime
 import gc
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from fbgemm_gpu.split_embedding_configs import SparseType
 
 from torchrec_triton import _compat
 from torchrec_triton.bench import compiling, floor, report
-from torchrec_triton.bench.config import Bench, Card, Suite, load
+from torchrec_triton.bench.config import Card, Suite, load
 from torchrec_triton.bench.gate import Call, GateError, Pair, gate
 from torchrec_triton.bench.workloads import Batch, Workload, make_batch, workloads
 from torchrec_triton.config import ConfigError
@@ -34,6 +35,10 @@ from torchrec_triton.config import ConfigError
 SIDES = ("triton", "fbgemm", "fbgemm2")
 UNCOUNTED = 2  # rounds ahead of the counted ones
 Sample = Callable[[Call, Batch, torch.Tensor], tuple[float, float]]  # forward and backward
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 class GpuTimer:
@@ -136,7 +141,7 @@ def measure(
         GateError: the sides disagree or are wrong; nothing was timed.
         NotImplementedError: Triton can't run the shape; the message has the reasons.
     """
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = _device()
     pair = pair or Pair.build(workload, precision, device)
     inputs = [make_batch(workload, seed, device) for seed in range(batches)]
     shape = (workload.output_size,) if workload.vbe else (workload.batch, sum(workload.dims))
@@ -187,26 +192,24 @@ class _Pairs:
             self._key, self._pair = key, None
             gc.collect()
             torch.cuda.empty_cache()
-            device = torch.device("cuda", torch.cuda.current_device())
-            self._pair = Pair.build(workload, self._precision, device)
+            self._pair = Pair.build(workload, self._precision, _device())
         return self._pair
 
 
 def _origin(commit: str) -> dict[str, Any]:
     """Where and how the figures are made."""
     if not commit:
-        git = [["git", "rev-parse", "--short", "HEAD"], ["git", "status", "--porcelain", "--untracked-files=no"]]
-        head, changes = (subprocess.run(c, capture_output=True, text=True, check=False).stdout.strip() for c in git)
-        commit = (head or "unknown") + (" with uncommitted changes" if changes else "")
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
+        changed = _answer("git", "status", "--porcelain", "--untracked-files=no")
+        commit = _answer("git", "rev-parse", "--short", "HEAD") or "unknown"
+        commit += " with uncommitted changes" if changed else ""
+    gpu = torch.cuda.get_device_properties(_device())
     return {
         "date": datetime.date.today().isoformat(),
         "gpu": gpu.name,
         "hardware": {
             "multiprocessors": gpu.multi_processor_count,
             "memory_gib": round(gpu.total_memory / 2**30),
-            "driver": subprocess.run(query, capture_output=True, text=True, check=False).stdout.split("\n")[0],
+            "driver": _answer("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0],
             "copy_terabytes_per_second": _copy_rate(),
         },
         "versions": {
@@ -218,6 +221,13 @@ def _origin(commit: str) -> dict[str, Any]:
         "commit": commit,
         "command": "torchrec-triton " + " ".join(sys.argv[1:]),
     }
+
+
+def _answer(*command: str) -> str:
+    """What a program prints, or nothing where it is missing or fails."""
+    if shutil.which(command[0]) is None:
+        return ""
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def _copy_rate() -> float:
@@ -235,28 +245,28 @@ def _copy_rate() -> float:
     return round(2 * source.numel() / min(times) * 1e-9, 2)
 
 
-def run(settings: Bench, suite: Suite, wanted: list[str], commit: str, save: Callable[[dict], None]) -> dict[str, Any]:
-    """The report of a suite. `save` gets it after every shape, so that a run that is cut short leaves what it has.
-
-    wanted: parts of names; a shape runs if it has one of them, all run if there are none.
-    """
+def run(
+    card: Card, suite: Suite, shapes: list[Workload], commit: str, save: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """The report of these shapes. `save` gets it after each, so that a run that is cut short leaves what it has."""
     start = time.perf_counter()
     torch.use_deterministic_algorithms(False)
-    shapes = [w for w in workloads(suite, settings.grid_tables) if not wanted or any(part in w.name for part in wanted)]
-    first_step = compiling.first_step_times() if suite.first_step and not wanted else None
+    first_step = compiling.first_step_times() if suite.first_step else None
     compile_seconds = compiling.warm_up(shapes)
     result: dict[str, Any] = {
         **_origin(commit),
-        "card": asdict(settings.card),
+        "card": asdict(card),
         "counted": suite.counted,
         "batches": suite.batches,
         "host_runs": suite.host_runs,
         "first_step": first_step,
         "compile_seconds": compile_seconds,
+        "seconds": 0.0,
         "failed": [],
         "skipped": [],
         "rows": [],
     }
+    save(result)
     print(f"{result['gpu']}, commit {result['commit']}; kernels compiled in {compile_seconds:.0f} s")
     print(report.HEADER)
     pairs = _Pairs(SparseType.FP16)
@@ -266,7 +276,7 @@ def run(settings: Bench, suite: Suite, wanted: list[str], commit: str, save: Cal
             continue
         try:
             row = measure(
-                workload, counted=suite.counted, batches=suite.batches, host_runs=suite.host_runs, card=settings.card,
+                workload, counted=suite.counted, batches=suite.batches, host_runs=suite.host_runs, card=card,
                 pair=pairs.get(workload),
             )  # fmt: skip
             result["rows"].append(row)
@@ -280,31 +290,51 @@ def run(settings: Bench, suite: Suite, wanted: list[str], commit: str, save: Cal
 
 
 def main(options: argparse.Namespace) -> int:
-    """The command `bench`. 0: done, 1: some shape failed the gate, 2: wrong arguments."""
+    """The command `bench`. 0: all shapes were measured, 1: some were not, 2: wrong arguments or no GPU."""
     try:
-        settings = load(options.config)
-        suite = settings.quick if options.quick else settings.full
-        workloads(suite, settings.grid_tables)  # names in it are checked before anything is built
+        suite, card, shapes = _chosen(options)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    if not torch.cuda.is_available() or (problem := _compat.launch_problem("cuda")):
-        print(f"bench times CUDA kernels: {problem if torch.cuda.is_available() else 'there is no GPU'}; "
-              "a JSON file is rendered anywhere with --render", file=sys.stderr)  # fmt: skip
+    problem = _compat.launch_problem("cuda") if torch.cuda.is_available() else "there is no GPU"
+    if problem:
+        print(f"bench times CUDA kernels: {problem} (--render needs no GPU)", file=sys.stderr)
         return 2
-    if options.counted:
-        suite = replace(suite, counted=options.counted)
     output = Path(options.output)
     if output.suffix != ".json":
-        output.mkdir(parents=True, exist_ok=True)
         gpu = torch.cuda.get_device_name().lower().replace(" ", "-").removeprefix("nvidia-")
         output /= f"{datetime.date.today().isoformat()}-{gpu}{'-quick' if options.quick else ''}.json"
-    wanted = [part for part in options.only.split(",") if part]
-    result = run(settings, suite, wanted, options.commit, lambda result: report.save(result, output))
+    output.parent.mkdir(parents=True, exist_ok=True)
+    result = run(card, suite, shapes, options.commit, lambda result: report.save(result, output))
     report.write(result, output)
     print(f"\n{output} and its Markdown and plots, {result['seconds']} s")
     for failure in result["failed"]:
         print(f"gate failed: {failure['name']}: {failure['reason']}", file=sys.stderr)
     if result["skipped"]:
         print(f"not run within {suite.seconds:g} s: {len(result['skipped'])} shapes", file=sys.stderr)
-    return 1 if result["failed"] else 0
+    return 1 if result["failed"] or result["skipped"] else 0
+
+
+def _chosen(options: argparse.Namespace) -> tuple[Suite, Card, list[Workload]]:
+    """What the command line asks for.
+
+    Raises:
+        ConfigError: the file or an argument is wrong.
+    """
+    settings = load(options.config)
+    suite = settings.quick if options.quick else settings.full
+    shapes = workloads(suite, settings.grid_tables)
+    if options.only:
+        parts = [part for part in options.only.split(",") if part]
+        names = ", ".join(shape.name for shape in shapes if shape.group != "grid")
+        shapes = [shape for shape in shapes if any(part in shape.name for part in parts)]
+        if not shapes:
+            raise ConfigError(
+                f"--only {options.only}: no shape has that in its name; besides the grid there are {names}"
+            )
+        suite = replace(suite, first_step=False)
+    if options.counted is not None:
+        if options.counted < 1:
+            raise ConfigError(f"--counted {options.counted}: is not allowed; allowed: 1 and above")
+        suite = replace(suite, counted=options.counted)
+    return suite, settings.card, shapes

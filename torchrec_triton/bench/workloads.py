@@ -175,7 +175,7 @@ def real() -> Iterator[Workload]:
 
 def launch_bound() -> Iterator[Workload]:
     yield _LAUNCH
-    yield replace(_LAUNCH, name="launch-bound mixed D", dims=_ints("16 32 64 64 128 128 128 256"))
+    yield replace(_LAUNCH, name="launch-bound mixed D", dims=_ints("32x2 64x3 128x3"))
 
 
 def sweep(axes: Sweep) -> Iterator[Workload]:
