@@ -469,7 +469,7 @@ def test_ratios_take_the_better_fbgemm(result):
     assert report.ratio(cell, "forward") == pytest.approx(0.8)
     found = report.summary(result["rows"])["backward"]
     assert found["median"] == pytest.approx(2.0) and found["least"] == pytest.approx(0.8)
-    assert found["below_1"] == ["cell"]
+    assert found["below_1"] == {"cell": pytest.approx(0.8)}
     plain["floor"]["forward"]["ms"] = 0.25
     assert report.fraction(plain, "forward") == 0.25
 
@@ -486,7 +486,7 @@ def test_a_report_is_rendered_from_its_json_alone(result, tmp_path, capsys):
     assert cli.main(["bench", "--render", str(path)]) == 0
     text = path.with_suffix(".md").read_text()
     assert "| grid and run-length sweep | 2 | forward | 1.40 | 0.80 | 0.80 | 1 |" in text
-    assert "- grid and run-length sweep, sum: cell\n" in text
+    assert "- grid and run-length sweep, sum: cell (0.80)\n" in text
     assert "- wrong one: output1 differs" in text and "late one" in text
     assert "20.0 s with an empty Triton cache, 1.5 s in a second process" in text
     assert "| cell weighted | 1.10 | 1.10 | 1.10 | 2.75 | 2.75 | 2.75 |" in text
@@ -524,3 +524,9 @@ def test_a_chart_places_its_points():
     svg = ElementTree.fromstring(plot.chart("t", "x", "y", {"a": [(1, 1), (100, 4)]}, log_x=True))
     dots = [(float(c.get("cx")), float(c.get("cy"))) for c in svg.iter("{http://www.w3.org/2000/svg}circle")]
     assert dots[0][0] < dots[1][0] and dots[0][1] > dots[1][1]
+
+
+def test_a_chart_of_one_point_has_axes():
+    svg = plot.chart("t", "x", "y", {"a": [(8, 1)], "b": []}, log_x=True, x_ticks=[8])
+    labels = [text.text for text in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
+    assert "1" in labels and "8" in labels

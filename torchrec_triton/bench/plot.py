@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from html import escape
 
 Series = dict[str, list[tuple[float, float]]]
 _COLOURS = ("#1f77b4", "#d62728", "#333333")
 _WIDTH, _HEIGHT = 720, 400
 _LEFT, _RIGHT, _TOP, _BOTTOM = 60, 700, 40, 340
-_STEPS = (1, 2, 5)
 
 
 def chart(
@@ -19,14 +19,16 @@ def chart(
     series: Series,
     *,
     log_x: bool = False,
+    x_ticks: Iterable[float] = (),
     spread: float = 0.0,
     joined: bool = False,
 ) -> str:
-    """series: name -> (x, y) points, all y above 0. spread: moves series apart, a share of x. joined: as lines."""
+    """series: name -> (x, y) points, all y above 0. x_ticks: the axis holds them and, unless it is logarithmic, begins
+    and ends with them. spread: moves series apart, a share of x. joined: as lines."""
     points = [point for values in series.values() for point in values]
-    xs, ys = [x for x, _ in points], [y for _, y in points]
-    low, high = _range([*ys, 1.0])
-    left, right = _range(xs, 0.1) if log_x else (0.0, max(xs, default=1.0))
+    ticks = sorted(x_ticks)
+    low, high = _range([*(y for _, y in points), 1.0])
+    left, right = _range([*(x for x, _ in points), *ticks]) if log_x else (ticks[0], ticks[-1])
 
     def across(x: float) -> float:
         share = math.log(x / left) / math.log(right / left) if log_x else (x - left) / (right - left)
@@ -48,7 +50,7 @@ def chart(
         bold = ' stroke="#000" stroke-width="1.5"' if y == 1 else ' stroke="#ddd"'
         parts.append(f'<path d="M{_LEFT} {up(y):.1f}H{_RIGHT}"{bold}/>')
         parts.append(f'<text x="{_LEFT - 6}" y="{up(y) + 4:.1f}" text-anchor="end">{y:g}</text>')
-    for x in _ticks(left, right) if log_x else [right * i / 4 for i in range(5)]:
+    for x in ticks or _ticks(left, right):
         parts.append(f'<path d="M{across(x):.1f} {_BOTTOM}v5" stroke="#000"/>')
         parts.append(f'<text x="{across(x):.1f}" y="{_BOTTOM + 18}" text-anchor="middle">{_number(x)}</text>')
     for i, ((name, values), colour) in enumerate(zip(series.items(), _COLOURS)):
@@ -65,17 +67,17 @@ def chart(
     return "\n".join([*parts, "</svg>\n"])
 
 
-def _range(values: list[float], margin: float = 0.05) -> tuple[float, float]:
+def _range(values: list[float]) -> tuple[float, float]:
     """A little more than the range of the values, on a logarithmic axis."""
-    low, high = min(values, default=1.0), max(values, default=1.0)
-    room = (high / low) ** margin * 1.05
+    low, high = min(values), max(values)
+    room = (high / low) ** 0.05 * 1.05
     return low / room, high * room
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """1, 2 and 5 times powers of ten between the ends; powers of ten alone where those are many."""
+    """Round numbers between the ends, more of them a decade where there are few decades."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    steps = _STEPS if len(decades) <= 4 else _STEPS[:1]
+    steps = (1, 1.5, 2, 3, 5, 7) if high / low < 30 else (1, 2, 5) if high / low < 1000 else (1,)
     return [step * 10.0**k for k in decades for step in steps if low <= step * 10.0**k <= high]
 
 

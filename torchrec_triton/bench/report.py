@@ -48,7 +48,7 @@ def summary(rows: Iterable[Row]) -> dict[str, dict[str, Any]]:
             "median": statistics.median(ratios),
             "p10": ratios[len(ratios) // 10],
             "least": ratios[0],
-            "below_1": [row["name"] for row in sorted(rows, key=lambda r: ratio(r, part)) if ratio(row, part) < 1],
+            "below_1": {row["name"]: r for row in rows if (r := ratio(row, part)) < 1},
         }
     return result
 
@@ -143,15 +143,20 @@ def charts(rows: list[Row]) -> dict[str, str]:
     if not rows:
         return {}
     ranked = {part: sorted(ratio(row, part) for row in rows) for part in PARTS}
-    shares = {part: [((i + 0.5) / len(r), value) for i, value in enumerate(r)] for part, r in ranked.items()}
+    shares = {part: [(100 * (i + 0.5) / len(r), value) for i, value in enumerate(r)] for part, r in ranked.items()}
     label = "FBGEMM / Triton"
     return {
         "run-length": plot.chart(
             "Speed-up against run length", "lookups / distinct rows", label,
-            points(lambda row: row["ids"] / max(1, row["unique_rows"])), log_x=True,
+            points(lambda row: row["ids"] / row["unique_rows"] if row["ids"] else None), log_x=True, spread=0.03,
         ),
-        "dim": plot.chart("Speed-up against D", "D (shapes of one dim)", label, points(dim), log_x=True, spread=0.06),
-        "shapes": plot.chart("Speed-up over shapes", "share of shapes that are slower", label, shares, joined=True),
+        "dim": plot.chart(
+            "Speed-up against D", "D (shapes whose tables have one)", label, points(dim),
+            log_x=True, x_ticks={d for row in rows if (d := dim(row))}, spread=0.06,
+        ),
+        "shapes": plot.chart(
+            "Speed-up over shapes", "percent of shapes with less", label, shares, x_ticks=range(0, 101, 25), joined=True
+        ),
     }  # fmt: skip
 
 
@@ -248,7 +253,8 @@ def _verdict(result: dict[str, Any]) -> list[str]:
             figures = (f"{found[key]:.2f}" for key in ("median", "p10", "least"))
             table.append([title, len(rows), part, *figures, len(slow)])
             if slow:
-                below.append(f"- {title}, {part}: {', '.join(slow)}")
+                names = (f"{name} ({slow[name]:.2f})" for name in sorted(slow, key=slow.__getitem__))
+                below.append(f"- {title}, {part}: {', '.join(names)}")
     lines += _table("speed-up over | shapes | part | median | P10 | least | below 1.0", table)
     lines += (["Below 1.0, slowest first:", "", *below] if below else ["No shape is below 1.0 in any part."]) + [""]
     if result["failed"]:
