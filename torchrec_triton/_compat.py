@@ -77,6 +77,23 @@ def launch_problem(device_type: str) -> str | None:
     return triton_problem() or (launcher_problem() if compiles else None)
 
 
+def cub_problem() -> str | None:
+    """Why CUB's sort can't be called here, as a sentence, or None if `cuda_compute` will do."""
+    try:
+        compute = cuda_compute()
+    except Exception as error:  # missing, or a part of CUDA that it needs is
+        return f"cuda-cccl cannot be imported ({type(error).__name__}: {error})"
+    used = ("make_radix_sort", "serialize", "deserialize", "DoubleBuffer", "SortOrder")
+    if missing := [name for name in used if not hasattr(compute, name)]:
+        return f"cuda-cccl {installed_version('cuda-cccl')} has no {', '.join(missing)}; install 1.2 or newer"
+    return None
+
+
+def cuda_compute() -> Any:
+    """NVIDIA's `cuda.compute`, CUB and Thrust for Python. ImportError where the package cuda-cccl is missing."""
+    return importlib.import_module("cuda.compute")
+
+
 def fbgemm_tbe() -> Any:
     """FBGEMM's TBE module `split_table_batched_embeddings_ops_training`.
 

@@ -1,12 +1,13 @@
 """Gradients summed a row, the optimizer applied to the sum, once a row: exact row-wise Adagrad or SGD.
 
 One program owns a run (or several), so no two programs write one row and there are no atomics: the order of every sum
-is fixed by the batch. A [RUNS * LOOK, D] tile serves all classes of runs (see transpose.py): single, short and middle
-runs take a row of the tile each (LOOK = 1), a medium or long run the whole tile, a lookup a row (RUNS = 1). Two flags
-mark the classes that differ in more than shape:
-  SINGLE  the run's descriptor holds its only lookup, so nothing is summed
-  LONG    whole aligned blocks are not walked again: their sums, and those of SUPER of them, come from
-          `partial_sums_kernel`, and only the lookups before and after them are added one by one
+is fixed by the batch. The classes of runs (see transpose.py) have three shapes:
+  update_single_kernel  a run a row of the tile; the run's descriptor holds its only lookup, so nothing is summed
+  update_short_kernel   short and middle runs: a run a row, its lookups one after another
+  update_long_kernel    a run the whole tile, its lookups side by side. Whole aligned blocks of lookups are not walked:
+                        their sums, and those of SUPER of them, come from `partial_sums_kernel`
+Grids are no larger than what runs at a time, and programs stride over the tiles, so that all work on neighbouring rows,
+whose gradients share the cache.
 
 Bytes that must move: per distinct row its weights in and out and a sector of state in and out; the gradient of the
 output once; the sorted lists.
@@ -18,6 +19,7 @@ import triton.language as tl
 
 from torchrec_triton.kernels.common import OUTPUT_UNIT, TABLE_FIELDS, find_table, random_bits, round_to
 from torchrec_triton.kernels.forward import bag_range, feature_range, feature_table, load_rows, output_offset
+from torchrec_triton.kernels.transpose import factor_bits, source_of
 
 
 @triton.jit
@@ -30,11 +32,12 @@ def _clip(g, max_gradient):
 def _load_grad(
     grad, source, valid, dim, d, max_gradient, EXACT: tl.constexpr, CLIP: tl.constexpr
 ):  # fmt: skip
-    """Gradient rows [n, D] fp32 of n lookups, clipped element by element when CLIP. EXACT: dim is the tile's width."""
+    """Gradient rows [n, D] fp32 at offsets `source` [n], clipped element by element when CLIP. EXACT: dim is the tile's
+    width."""
     mask = valid[:, None]
     if not EXACT:
         mask = mask & (d[None, :] < dim)
-    g = tl.load(grad + source.to(tl.int64)[:, None] * OUTPUT_UNIT + d[None, :], mask=mask, other=0.0).to(tl.float32)
+    g = tl.load(grad + source[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)
     if CLIP:
         g = _clip(g, max_gradient)
     return g
@@ -42,23 +45,27 @@ def _load_grad(
 
 @triton.jit
 def _sum_lookups(
-    acc, begin, end, longest, grad, source, scale, dim, d, max_gradient,
+    acc, begin, end, longest, grad, payload, dim, d, max_gradient,
     LOOK: tl.constexpr, EXACT: tl.constexpr, SCALED: tl.constexpr, CLIP: tl.constexpr,
 ):  # fmt: skip
-    """acc [RUNS * LOOK, D] += gradients of the sorted lookups [begin, end) of each run. Either RUNS or LOOK is 1."""
+    """acc [RUNS * LOOK, D] += gradients of the sorted lookups [begin, end) of each run. Either RUNS or LOOK is 1.
+
+    Rows are loaded one step ahead of their sum and their payload two."""
     ROWS: tl.constexpr = acc.shape[0]
     at = (begin[:, None] + tl.arange(0, LOOK)[None, :]).reshape(ROWS)
     stop = end if LOOK == 1 else tl.max(end, axis=0)
-    ahead = tl.load(source + at, mask=at < stop, other=0)
+    now = tl.load(payload + at, mask=at < stop, other=0)
+    ahead = tl.load(payload + at + LOOK, mask=at + LOOK < stop, other=0)
+    g = _load_grad(grad, source_of(now), at < stop, dim, d, max_gradient, EXACT, CLIP)
     for _ in range(0, longest, LOOK):
-        inside = at < stop
-        now = ahead
-        ahead = tl.load(source + at + LOOK, mask=at + LOOK < stop, other=0)
-        g = _load_grad(grad, now, inside, dim, d, max_gradient, EXACT, CLIP)
-        if SCALED:
-            g *= tl.load(scale + at, mask=inside, other=0.0)[:, None]
-        acc += g
         at += LOOK
+        next_g = _load_grad(grad, source_of(ahead), at < stop, dim, d, max_gradient, EXACT, CLIP)
+        if SCALED:
+            g *= factor_bits(now).to(tl.float32, bitcast=True)[:, None]
+        now = ahead
+        ahead = tl.load(payload + at + LOOK, mask=at + LOOK < stop, other=0)
+        acc += g
+        g = next_g
     return acc
 
 
@@ -77,8 +84,7 @@ def partial_sums_kernel(
     partial,  # fp32 [num_blocks, WIDTH]
     keys,
     grad,
-    source,
-    scale,
+    payload,
     blocks,  # the sums of the blocks, when SUPER > 1
     table_key,
     table_meta,
@@ -97,9 +103,11 @@ def partial_sums_kernel(
     SCALED: tl.constexpr,
     CLIP: tl.constexpr,
 ):
-    """Sum of each aligned block of sorted lookups that belongs to one run of this bucket; others are not written."""
+    """Sum of each aligned block of sorted lookups that belongs to one run of this bucket; others are not written.
+
+    The blocks of a program lie far apart, because those of a hot row are neighbours."""
     d = tl.arange(0, BLOCK_D)
-    candidate = tl.program_id(0).to(tl.int64) * GROUP + tl.arange(0, GROUP)
+    candidate = (tl.program_id(0) + tl.arange(0, GROUP) * tl.num_programs(0)).to(tl.int64)
     inside = candidate < num_blocks
     key = tl.load(keys + candidate * (BLOCK * SUPER), mask=inside, other=-1)
     same = key == tl.load(keys + candidate * (BLOCK * SUPER) + (BLOCK * SUPER - 1), mask=inside, other=-2)
@@ -115,15 +123,29 @@ def partial_sums_kernel(
                 table = find_table(tl.load(keys + block * BLOCK), table_key, num_tables)
                 dim = tl.load(table_meta + table * TABLE_FIELDS + 2) // OUTPUT_UNIT * OUTPUT_UNIT
             start = tl.zeros([1], tl.int64) + block * BLOCK
-            acc = _sum_lookups(acc, start, start + BLOCK, BLOCK, grad, source, scale, dim, d, max_gradient,
+            acc = _sum_lookups(acc, start, start + BLOCK, BLOCK, grad, payload, dim, d, max_gradient,
                                LOOK, EXACT, SCALED, CLIP)  # fmt: skip
         tl.store(partial + block * WIDTH + d, tl.sum(acc, axis=0))
         block = tl.min(tl.where(whole & (candidate > block), candidate, num_blocks), axis=0)
 
 
 @triton.jit
+def _place(weights, table_meta, key, table, live, d, VEC: tl.constexpr, EXACT: tl.constexpr):
+    """Where rows lie: pointers to their weights [n, D], the mask of these, dims [n], offsets of their state [n]."""
+    meta = table_meta + table * TABLE_FIELDS
+    mask = live[:, None]
+    if EXACT:
+        dim = tl.full(key.shape, d.shape[0], tl.int64)
+    else:
+        dim = tl.load(meta + 2) // OUTPUT_UNIT * OUTPUT_UNIT
+        mask = mask & (d[None, :] < (dim // VEC * VEC)[:, None])
+    row = (tl.load(meta) + key.to(tl.int64) * dim) // VEC * VEC
+    return weights + row[:, None] + d[None, :], mask, dim, tl.load(meta + 1) + key
+
+
+@triton.jit
 def _step(w, g, state, state_at, live, dim, lr, eps, weight_decay, ADAGRAD: tl.constexpr, DECAY: tl.constexpr):
-    """One optimizer step on rows w, g [RUNS, D] fp32; updates the row-wise state. DECAY: 0 none, 1 L2, 2 decoupled."""
+    """One optimizer step on rows w, g [n, D] fp32; updates the row-wise state. DECAY: 0 none, 1 L2, 2 decoupled."""
     if ADAGRAD:
         g2 = g
         if DECAY == 1:
@@ -143,30 +165,140 @@ def _step(w, g, state, state_at, live, dim, lr, eps, weight_decay, ADAGRAD: tl.c
     return w
 
 
+@triton.jit
+def _store(to, w, mask, key, d, seed, STOCHASTIC: tl.constexpr):
+    """Rounds rows w [n, D] fp32 and writes them."""
+    bits = 0
+    if STOCHASTIC:
+        bits = random_bits(seed, key.to(tl.int32)[:, None], d[None, :])
+    tl.store(to, round_to(w, to.dtype.element_ty, bits, STOCHASTIC), mask=mask)
+
+
 @triton.jit(do_not_specialize=["seed", "range_at"])
-def update_kernel(
+def update_single_kernel(
     weights,
     state,
     grad,
-    first,  # SINGLE: the gradient row of the lookup
-    last,  # SINGLE: the bits of its scale
+    first,  # the gradient row of the lookup
+    last,  # the bits of its factor
     row_key,
     row_table,
     bounds,
     range_at,  # the runs are bounds[range_at] to bounds[range_at + 1]
-    source,
-    scale,
-    blocks,  # LONG: sums of whole blocks
-    supers,  # LONG: sums of SUPER whole blocks
     table_meta,
     lr,
     eps,
     weight_decay,
     max_gradient,
     seed,
-    SINGLE: tl.constexpr,  # runs of one lookup
-    LONG: tl.constexpr,  # runs with whole blocks
     RUNS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    VEC: tl.constexpr,
+    EXACT: tl.constexpr,
+    SCALED: tl.constexpr,
+    CLIP: tl.constexpr,
+    ADAGRAD: tl.constexpr,
+    DECAY: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+):
+    """Updates rows that are looked up once. The descriptors of a program's next tile are loaded ahead."""
+    runs_begin = tl.load(bounds + range_at)
+    runs_end = tl.load(bounds + range_at + 1)
+    stride = tl.num_programs(0) * RUNS
+    d = tl.arange(0, BLOCK_D)
+    run = runs_begin + tl.program_id(0) * RUNS + tl.arange(0, RUNS)
+    live = run < runs_end
+    source = tl.load(first + run, mask=live, other=0)
+    key = tl.load(row_key + run, mask=live, other=0)
+    table = tl.load(row_table + run, mask=live, other=0)
+    for _ in range(runs_begin + tl.program_id(0) * RUNS, runs_end, stride):
+        at, mask, dim, state_at = _place(weights, table_meta, key, table, live, d, VEC, EXACT)
+        w = tl.load(at, mask=mask, other=0.0)
+        g = _load_grad(grad, source_of(source), live, dim[:, None], d, max_gradient, EXACT, CLIP)
+        if SCALED:
+            g *= tl.load(last + run, mask=live, other=0).to(tl.int32).to(tl.float32, bitcast=True)[:, None]
+        run += stride
+        ahead = run < runs_end
+        source = tl.load(first + run, mask=ahead, other=0)
+        next_key = tl.load(row_key + run, mask=ahead, other=0)
+        table = tl.load(row_table + run, mask=ahead, other=0)
+        w = _step(w.to(tl.float32), g, state, state_at, live, dim, lr, eps, weight_decay, ADAGRAD, DECAY)
+        _store(at, w, mask, key, d, seed, STOCHASTIC)
+        key = next_key
+        live = ahead
+
+
+@triton.jit(do_not_specialize=["seed", "range_at", "range_step"])
+def update_short_kernel(
+    weights,
+    state,
+    grad,
+    first,
+    last,
+    row_key,
+    row_table,
+    bounds,
+    range_at,  # the runs of the first class are bounds[range_at] to bounds[range_at + 1]
+    range_step,  # from a class to the next
+    payload,
+    table_meta,
+    lr,
+    eps,
+    weight_decay,
+    max_gradient,
+    seed,
+    KINDS: tl.constexpr,
+    RUNS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    VEC: tl.constexpr,
+    EXACT: tl.constexpr,
+    SCALED: tl.constexpr,
+    CLIP: tl.constexpr,
+    ADAGRAD: tl.constexpr,
+    DECAY: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+):
+    """Updates the rows of KINDS classes of runs, RUNS runs side by side."""
+    d = tl.arange(0, BLOCK_D)
+    for kind in range(KINDS):
+        runs_begin = tl.load(bounds + range_at + kind * range_step)
+        runs_end = tl.load(bounds + range_at + kind * range_step + 1)
+        for tile in range(runs_begin + tl.program_id(0) * RUNS, runs_end, tl.num_programs(0) * RUNS):
+            run = tile + tl.arange(0, RUNS)
+            live = run < runs_end
+            begin = tl.load(first + run, mask=live, other=0)
+            end = tl.load(last + run, mask=live, other=0)
+            key = tl.load(row_key + run, mask=live, other=0)
+            table = tl.load(row_table + run, mask=live, other=0)
+            at, mask, dim, state_at = _place(weights, table_meta, key, table, live, d, VEC, EXACT)
+            w = tl.load(at, mask=mask, other=0.0)
+            g = tl.zeros([RUNS, BLOCK_D], tl.float32)
+            g = _sum_lookups(g, begin, end, tl.max(end - begin, axis=0), grad, payload, dim[:, None], d, max_gradient,
+                             1, EXACT, SCALED, CLIP)  # fmt: skip
+            w = _step(w.to(tl.float32), g, state, state_at, live, dim, lr, eps, weight_decay, ADAGRAD, DECAY)
+            _store(at, w, mask, key, d, seed, STOCHASTIC)
+
+
+@triton.jit(do_not_specialize=["seed", "range_at"])
+def update_long_kernel(
+    weights,
+    state,
+    grad,
+    first,
+    last,
+    row_key,
+    row_table,
+    bounds,
+    range_at,  # the runs are bounds[range_at] to bounds[range_at + 1]
+    payload,
+    blocks,  # sums of whole blocks
+    supers,  # sums of SUPER whole blocks
+    table_meta,
+    lr,
+    eps,
+    weight_decay,
+    max_gradient,
+    seed,
     LOOK: tl.constexpr,
     BLOCK_D: tl.constexpr,
     VEC: tl.constexpr,
@@ -180,61 +312,37 @@ def update_kernel(
     DECAY: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):
-    """Update the rows of one class and bucket. The grid is any size: programs stride over the tiles of runs."""
+    """Updates the rows of long runs, LOOK lookups of a run side by side."""
     runs_begin = tl.load(bounds + range_at)
     runs_end = tl.load(bounds + range_at + 1)
     d = tl.arange(0, BLOCK_D)
-    weight_type = weights.dtype.element_ty
-    for tile in range(runs_begin + tl.program_id(0) * RUNS, runs_end, tl.num_programs(0) * RUNS):
-        run = tile + tl.arange(0, RUNS)
-        live = run < runs_end
-        begin = tl.load(first + run, mask=live, other=0)
-        end = tl.load(last + run, mask=live, other=0)
-        key = tl.load(row_key + run, mask=live, other=0).to(tl.int64)
-        meta = table_meta + tl.load(row_table + run, mask=live, other=0) * TABLE_FIELDS
-        mask = live[:, None]
-        if EXACT:
-            dim = tl.full([RUNS], BLOCK_D, tl.int64)
-        else:
-            dim = tl.load(meta + 2) // OUTPUT_UNIT * OUTPUT_UNIT
-            mask = mask & (d[None, :] < (dim // VEC * VEC)[:, None])
-        at = ((tl.load(meta) + key * dim) // VEC * VEC)[:, None] + d[None, :]
-        w = tl.load(weights + at, mask=mask, other=0.0).to(tl.float32)
-        row_dim = dim[:, None]
-        if SINGLE:
-            g = _load_grad(grad, begin, live, row_dim, d, max_gradient, EXACT, CLIP)
-            if SCALED:
-                g *= end.to(tl.int32).to(tl.float32, bitcast=True)[:, None]
-        else:
-            end = end.to(begin.dtype)
-            acc = tl.zeros([RUNS * LOOK, BLOCK_D], tl.float32)
-            if LONG:
-                # Lookups before the first whole block, its blocks and super blocks, lookups after the last whole block.
-                head = tl.max(begin, axis=0)
-                tail = tl.max(end, axis=0)
-                b0 = (head + BLOCK - 1) // BLOCK
-                b1 = tail // BLOCK
-                s0 = (b0 + SUPER - 1) // SUPER
-                s1 = tl.maximum(b1 // SUPER, s0)
-                left = tl.zeros([1], begin.dtype) + b0 * BLOCK
-                right = tl.zeros([1], begin.dtype) + b1 * BLOCK
-                acc = _sum_lookups(acc, begin, left, b0 * BLOCK - head, grad, source, scale, row_dim, d, max_gradient,
-                                   LOOK, EXACT, SCALED, CLIP)  # fmt: skip
-                acc = _sum_blocks(acc, b0, tl.minimum(s0 * SUPER, b1), blocks, d, WIDTH)
-                acc = _sum_blocks(acc, s0, s1, supers, d, WIDTH)
-                acc = _sum_blocks(acc, s1 * SUPER, b1, blocks, d, WIDTH)
-                acc = _sum_lookups(acc, right, end, tail - b1 * BLOCK, grad, source, scale, row_dim, d, max_gradient,
-                                   LOOK, EXACT, SCALED, CLIP)  # fmt: skip
-            else:
-                acc = _sum_lookups(acc, begin, end, tl.max(end - begin, axis=0), grad, source, scale, row_dim, d,
-                                   max_gradient, LOOK, EXACT, SCALED, CLIP)  # fmt: skip
-            g = acc if LOOK == 1 else tl.sum(acc, axis=0)[None, :]
-        state_at = tl.load(meta + 1) + key
-        w = _step(w, g, state, state_at, live, dim, lr, eps, weight_decay, ADAGRAD, DECAY)
-        bits = 0
-        if STOCHASTIC:
-            bits = random_bits(seed, key.to(tl.int32)[:, None], d[None, :])
-        tl.store(weights + at, round_to(w, weight_type, bits, STOCHASTIC), mask=mask)
+    one = tl.arange(0, 1)
+    for run in range(runs_begin + tl.program_id(0), runs_end, tl.num_programs(0)):
+        begin = tl.load(first + run)
+        end = tl.load(last + run)
+        key = tl.load(row_key + run + one)
+        table = tl.load(row_table + run + one)
+        live = one == 0
+        at, mask, dim, state_at = _place(weights, table_meta, key, table, live, d, VEC, EXACT)
+        w = tl.load(at, mask=mask, other=0.0)
+        # Lookups before the first whole block, its blocks and super blocks, lookups after the last whole block.
+        b0 = (begin + BLOCK - 1) // BLOCK
+        b1 = tl.maximum(end // BLOCK, b0)
+        s0 = (b0 + SUPER - 1) // SUPER
+        s1 = tl.maximum(b1 // SUPER, s0)
+        left = tl.minimum(b0 * BLOCK, end)
+        right = tl.minimum(b1 * BLOCK, end)
+        acc = tl.zeros([LOOK, BLOCK_D], tl.float32)
+        acc = _sum_lookups(acc, begin + one, left + one, left - begin, grad, payload, dim[:, None], d, max_gradient,
+                           LOOK, EXACT, SCALED, CLIP)  # fmt: skip
+        acc = _sum_blocks(acc, b0, tl.minimum(s0 * SUPER, b1), blocks, d, WIDTH)
+        acc = _sum_blocks(acc, s0, s1, supers, d, WIDTH)
+        acc = _sum_blocks(acc, s1 * SUPER, b1, blocks, d, WIDTH)
+        acc = _sum_lookups(acc, right + one, end + one, end - right, grad, payload, dim[:, None], d, max_gradient,
+                           LOOK, EXACT, SCALED, CLIP)  # fmt: skip
+        g = tl.sum(acc, axis=0)[None, :]
+        w = _step(w.to(tl.float32), g, state, state_at, live, dim, lr, eps, weight_decay, ADAGRAD, DECAY)
+        _store(at, w, mask, key, d, seed, STOCHASTIC)
 
 
 @triton.jit(do_not_specialize=["batch_size", "num_ids"], do_not_specialize_on_alignment=["indices", "offsets"])

@@ -7,13 +7,15 @@ least.
 """
 from __future__ import annotations
 
-import functools
 import math
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 
 import torch
 import triton
 import triton.language as tl
+
+from torchrec_triton.kernels.launch import Launcher
 
 # Elements that one warp holds of a tile: 32 lanes with 32 fp32 registers each.
 WARP_TILE = 1024
@@ -64,6 +66,13 @@ class TableLayout:
     max_block_d: int
     key_dtype: torch.dtype  # int32 wherever the rows allow it
     wide_rows: bool  # a table's rows pass 2^31
+    launchers: dict[Hashable, Launcher] = field(default_factory=dict, repr=False, compare=False)
+
+    def launcher(self, *kind: Hashable) -> Launcher:
+        """The launcher of calls of one kind."""
+        if kind not in self.launchers:
+            self.launchers[kind] = Launcher(self.feature_meta.device)
+        return self.launchers[kind]
 
     @staticmethod
     def build(
@@ -167,12 +176,6 @@ def num_warps(block_d: int, rows: int) -> int:
 def tile_rows(block_d: int, elements: int = WARP_TILE, most: int = 32) -> int:
     """Rows of a tile of about `elements` elements, at least 1 and at most `most`."""
     return max(1, min(most, elements // block_d))
-
-
-@functools.cache
-def num_sms(device: torch.device) -> int:
-    """Multiprocessors of the device; 1 on CPU, where the interpreter runs one program after another."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @triton.jit

@@ -6,17 +6,22 @@ and keep nothing between calls.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from torchrec_triton.kernels import backward, bounds_check, forward, transpose, tuning
-from torchrec_triton.kernels.common import Batch, TableLayout, num_sms, num_warps, tile_rows
+from torchrec_triton.kernels.common import Batch, TableLayout, num_warps, tile_rows
+from torchrec_triton.kernels.launch import Launcher, kind_of
 
 SUPER = 64  # blocks of a super block
-_GROUP = 8  # blocks that a program looks at: hardly any is whole where ids are many
+# Blocks that a program looks at where there are more than _BLOCKS: hardly any is whole then.
+_GROUP = 8
+_BLOCKS = 4096
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,9 @@ def bag_output_offsets(
     num_ranks = rank_offsets.shape[1] - 1
     bag_output = torch.empty(num_bags, dtype=torch.int64, device=batch_offsets.device)
     with _on(batch_offsets.device):
-        forward.bag_output_kernel[(layout.num_features * num_ranks,)](
+        launch = layout.launcher("bag output", kind_of(block_output, batch_offsets, rank_offsets))
+        launch(
+            "bag output", forward.bag_output_kernel, layout.num_features * num_ranks,
             bag_output, block_output, batch_offsets, rank_offsets, layout.feature_meta, layout.num_features, num_ranks,
             BLOCK=256, num_warps=2,
         )  # fmt: skip
@@ -72,12 +79,15 @@ def check_bounds(layout: TableLayout, batch: Batch, repairs: torch.Tensor) -> No
     if num_bags == 0:
         return
     tile = 1024
+    launch = layout.launcher("check", _kind(batch), kind_of(repairs))
     with _on(repairs.device):
-        bounds_check.check_offsets_kernel[(triton.cdiv(num_bags, tile),)](
-            batch.offsets, repairs, num_bags, num_ids, TILE=tile, num_warps=4
-        )
+        launch(
+            "offsets", bounds_check.check_offsets_kernel, triton.cdiv(num_bags, tile),
+            batch.offsets, repairs, num_bags, num_ids, TILE=tile, num_warps=4,
+        )  # fmt: skip
         if num_ids:
-            bounds_check.check_ids_kernel[(triton.cdiv(num_ids, tile),)](
+            launch(
+                "ids", bounds_check.check_ids_kernel, triton.cdiv(num_ids, tile),
                 batch.indices, batch.offsets, batch.batch_offsets, layout.feature_meta, repairs, batch.batch_size,
                 num_ids, layout.num_features, TILE=tile, VBE=batch.batch_offsets is not None, num_warps=4,
             )  # fmt: skip
@@ -87,13 +97,15 @@ def lookup(layout: TableLayout, weights: torch.Tensor, batch: Batch, output: tor
     """Writes the pooled rows of all bags. output: [B, total_dim], or 1-D under VBE; fp32, fp16 or bf16."""
     if batch.offsets.numel() <= 1:
         return
-    num_ids = batch.indices.numel()
+    launch = layout.launcher("lookup", _kind(batch), kind_of(weights, output))
     with _on(weights.device):
-        for bucket in layout.buckets:
+        for index, bucket in enumerate(layout.buckets):
             bags = tile_rows(bucket.block_d, tuning.TILES.forward // (2 if weights.dtype == torch.float32 else 1))
-            forward.tbe_fwd_kernel[(bucket.num_features * triton.cdiv(batch.batch_size, bags),)](
+            launch(
+                index, forward.tbe_fwd_kernel, bucket.num_features * triton.cdiv(batch.batch_size, bags),
                 output, weights, batch.indices, batch.offsets, batch.sample_weights, batch.bag_output,
-                batch.batch_offsets, bucket.features, layout.feature_meta, batch.batch_size, num_ids, layout.total_dim,
+                batch.batch_offsets, bucket.features, layout.feature_meta, batch.batch_size, batch.indices.numel(),
+                layout.total_dim,
                 BAGS=bags, BLOCK_D=bucket.block_d, WEIGHT_VEC=bucket.weight_vec,
                 ACC=tl.float64 if weights.dtype == torch.float32 else tl.float32, EXACT=bucket.exact,
                 TRUSTED=batch.trusted, WIDE=layout.wide_rows,
@@ -117,16 +129,19 @@ def sample_weight_grad(
     weight_grad = torch.zeros(batch.indices.numel(), dtype=torch.float32, device=weights.device)
     if batch.indices.numel() == 0:
         return weight_grad
+    clip = max_gradient is not None
+    launch = layout.launcher("weight grad", _kind(batch), kind_of(weights, grad, wanted), clip)
     with _on(weights.device):
-        for bucket in layout.buckets:
+        for index, bucket in enumerate(layout.buckets):
             bags = tile_rows(bucket.block_d)
-            backward.sample_weight_grad_kernel[(bucket.num_features * triton.cdiv(batch.batch_size, bags),)](
+            launch(
+                index, backward.sample_weight_grad_kernel, bucket.num_features * triton.cdiv(batch.batch_size, bags),
                 weight_grad, weights, grad, batch.indices, batch.offsets, batch.bag_output, batch.batch_offsets,
                 bucket.features, layout.feature_meta, wanted, batch.batch_size, batch.indices.numel(), layout.total_dim,
-                0.0 if max_gradient is None else max_gradient,
+                max_gradient if max_gradient is not None else 0.0,
                 BAGS=bags, BLOCK_D=bucket.block_d, WEIGHT_VEC=bucket.weight_vec,
                 EXACT=bucket.exact, TRUSTED=batch.trusted, WIDE=layout.wide_rows,
-                MASKED=wanted is not None, VBE=batch.bag_output is not None, CLIP=max_gradient is not None,
+                MASKED=wanted is not None, VBE=batch.bag_output is not None, CLIP=clip,
                 num_warps=num_warps(bucket.block_d, bags),
             )  # fmt: skip
     return weight_grad
@@ -147,9 +162,15 @@ def update(
     """
     if batch.indices.numel() == 0 or layout.num_keys == 0:
         return
+    stochastic = optimizer.stochastic_rounding and weights.dtype != torch.float32
+    flags = {
+        "SCALED": batch.mean or batch.sample_weights is not None, "CLIP": optimizer.max_gradient is not None,
+        "ADAGRAD": optimizer.adagrad, "DECAY": optimizer.weight_decay_mode, "STOCHASTIC": stochastic,
+    }  # fmt: skip
+    launch = layout.launcher("update", _kind(batch), kind_of(weights, state, grad), *flags.values())
     with _on(weights.device):
-        runs = transpose.transpose(layout, batch)
-        _apply(layout, weights, state, grad, runs, optimizer)
+        runs = transpose.transpose(layout, batch, launch)
+        _apply(layout, weights, state, grad, runs, optimizer, launch, flags)
 
 
 def _apply(
@@ -159,43 +180,60 @@ def _apply(
     grad: torch.Tensor,
     runs: transpose.Runs,
     optimizer: Optimizer,
+    launch: Launcher,
+    flags: dict[str, Any],
 ) -> None:
     num_ids = runs.keys.numel()
-    width, block = layout.max_block_d, runs.block
+    width, block, tiles = layout.max_block_d, max(128, layout.max_block_d), tuning.TILES
     blocks = torch.empty(num_ids // block, width, dtype=torch.float32, device=grad.device)
     supers = torch.empty(num_ids // (block * SUPER), width, dtype=torch.float32, device=grad.device)
-    clip = optimizer.max_gradient is not None
     max_gradient = optimizer.max_gradient if optimizer.max_gradient is not None else 0.0
-    shared = {"WIDTH": width, "BLOCK": block, "SCALED": runs.scale is not None, "CLIP": clip}
-    tiles = tuning.TILES
-    elements = (tiles.single, tiles.short, tiles.middle, tiles.medium, tiles.long)
+    step = (optimizer.learning_rate, optimizer.eps, optimizer.weight_decay, max_gradient, optimizer.seed)
+    descriptors = (weights, state, grad, runs.first, runs.last, runs.row_key, runs.row_table, runs.bounds)
+    single, short, middle, long = transpose.most_runs(num_ids)
+    ranges = len(layout.buckets) + 1
     for index, bucket in enumerate(layout.buckets):
+        d = bucket.block_d
+        shape = {"BLOCK_D": d, "EXACT": bucket.exact}
         for super_blocks, partial in ((1, blocks), (SUPER, supers)):
-            count = partial.shape[0]
-            if count == 0:
-                continue
-            look = tile_rows(bucket.block_d, tiles.partial)
-            backward.partial_sums_kernel[(triton.cdiv(count, _GROUP),)](
-                partial, runs.keys, grad, runs.source, runs.scale, blocks, layout.table_key, layout.table_meta,
-                count, layout.num_tables, bucket.key_begin, bucket.key_end, max_gradient,
-                GROUP=_GROUP, SUPER=super_blocks, LOOK=look, BLOCK_D=bucket.block_d, EXACT=bucket.exact,
-                **shared, num_warps=num_warps(bucket.block_d, look),
+            if count := partial.shape[0]:
+                look = tile_rows(d, tiles.partial)
+                launch(
+                    ("partial", super_blocks, index), backward.partial_sums_kernel,
+                    max(triton.cdiv(count, _GROUP), min(count, _BLOCKS)),
+                    partial, runs.keys, grad, runs.payload, blocks, layout.table_key, layout.table_meta,
+                    count, layout.num_tables, bucket.key_begin, bucket.key_end, max_gradient,
+                    GROUP=_GROUP, SUPER=super_blocks, BLOCK=block, LOOK=look, WIDTH=width, **shape,
+                    SCALED=flags["SCALED"], CLIP=flags["CLIP"], num_warps=num_warps(d, look),
+                )  # fmt: skip
+        shape |= {"VEC": bucket.weight_vec, **flags}
+        abreast = tile_rows(d, tiles.single)
+        launch(
+            ("single", index), backward.update_single_kernel, triton.cdiv(single, abreast),
+            *descriptors, transpose.SINGLE * ranges + index, layout.table_meta, *step,
+            RUNS=abreast, **shape, num_warps=num_warps(d, abreast), resident=True,
+        )  # fmt: skip
+        if short:
+            abreast = tile_rows(d, tiles.short)
+            launch(
+                ("short", index), backward.update_short_kernel, triton.cdiv(short, abreast),
+                *descriptors, transpose.SHORT * ranges + index, ranges, runs.payload, layout.table_meta, *step,
+                KINDS=transpose.LONG - transpose.SHORT, RUNS=abreast, **shape, num_warps=num_warps(d, abreast),
+                resident=True,
             )  # fmt: skip
-        for kind, shortest in enumerate(transpose.shortest_run(block)):
-            most = num_ids // shortest
-            if most == 0:
-                continue
-            rows = tile_rows(bucket.block_d, elements[kind])
-            # Up to middle length a run takes a row of the tile; longer runs take the whole tile.
-            abreast, look = (rows, 1) if kind <= transpose.MIDDLE else (1, rows)
-            grid = min(triton.cdiv(most, abreast), tiles.waves * num_sms(grad.device))
-            backward.update_kernel[(grid,)](
-                weights, state, grad, runs.first, runs.last, runs.row_key, runs.row_table, runs.bounds,
-                kind * (len(layout.buckets) + 1) + index, runs.source, runs.scale, blocks, supers, layout.table_meta,
-                optimizer.learning_rate, optimizer.eps, optimizer.weight_decay, max_gradient, optimizer.seed,
-                SINGLE=kind == transpose.SINGLE, LONG=kind == transpose.LONG, RUNS=abreast, LOOK=look,
-                BLOCK_D=bucket.block_d, VEC=bucket.weight_vec, EXACT=bucket.exact,
-                ADAGRAD=optimizer.adagrad, DECAY=optimizer.weight_decay_mode,
-                STOCHASTIC=optimizer.stochastic_rounding and weights.dtype != torch.float32, SUPER=SUPER,
-                **shared, num_warps=num_warps(bucket.block_d, rows),
+        if long:
+            look = tile_rows(d, tiles.long)
+            launch(
+                ("long", index), backward.update_long_kernel, long,
+                *descriptors, transpose.LONG * ranges + index, runs.payload, blocks, supers, layout.table_meta, *step,
+                LOOK=look, WIDTH=width, BLOCK=block, SUPER=SUPER, **shape, num_warps=num_warps(d, look), resident=True,
             )  # fmt: skip
+
+
+def _kind(batch: Batch) -> Hashable:
+    """What a batch brings into the kind of a call: types, flags, and whether counts need 64 bits."""
+    num_ids = batch.indices.numel()
+    return (
+        batch.indices.dtype, batch.offsets.dtype, batch.sample_weights is not None,
+        kind_of(batch.bag_output, batch.batch_offsets), batch.mean, batch.trusted, num_ids >= 2**31, transpose.wide_positions(num_ids),
+    )  # fmt: skip

@@ -1,15 +1,15 @@
 """The id-only part of the backward: from bags of ids to runs, one run a row with all its lookups.
 
-linearize   every lookup gets a row key (which row of which table) and a source (which row of the output's gradient)
+linearize   every lookup gets a row key (which row of which table) and a payload (which row of the output's gradient,
+            and the factor of that row where factors are not all 1)
 sort        by row key, stable: lookups of one row become neighbours, in the order of the batch
 runs        each run of equal keys is put into a class by its length, the classes one after another, each in key order
 
-The five classes, each with an update of its own shape:
+The classes, each with an update of its own shape:
   single  1 lookup
   short   2 to SHORT_RUN lookups
   middle  more, up to MIDDLE_RUN
-  medium  more, without a whole aligned block of `block` sorted lookups
-  long    more, with one or several whole blocks, whose sums are computed apart
+  long    more
 A class is found by looking a fixed distance ahead in the sorted keys, never by a scan, so it is known where a run
 begins; where it ends, looking back gives the same answer. Nothing is read back to the host: counts stay on the device,
 capacities follow from the number of ids.
@@ -24,12 +24,14 @@ import triton.language as tl
 
 from torchrec_triton.kernels.common import FEATURE_FIELDS, OUTPUT_UNIT, Batch, TableLayout, find_table
 from torchrec_triton.kernels.forward import bag_range, feature_range, output_offset
+from torchrec_triton.kernels.launch import Launcher
+from torchrec_triton.kernels.sort import sort_pairs
 
-SINGLE, SHORT, MIDDLE, MEDIUM, LONG = range(5)
-CLASSES = 5
+SINGLE, SHORT, MIDDLE, LONG = range(4)
+CLASSES = 4
 SHORT_RUN = 4
 MIDDLE_RUN = 32
-_TILE = 512  # sorted keys a program; counts of all classes are packed into one int64, 12 bits each
+_TILE = 512  # sorted keys a program
 
 
 @dataclass(frozen=True)
@@ -37,32 +39,40 @@ class Runs:
     """Runs of a batch. R, the number of runs, is known to the device only; capacities are in brackets.
 
     keys: sorted row keys [N]; lookups without a row (pruned or out of range) come last, with key num_keys.
-    source: gradient row of each sorted lookup, offset in OUTPUT_UNIT elements [N].
-    scale: factor of each sorted lookup [N] fp32, or None where all are 1.
-    first, last: sorted positions [first, last) of each run [N]. For a single run `first` holds its source and `last`
-        the bits of its scale, which spares the update a level of indirection.
+    payload: gradient row of each sorted lookup, offset in OUTPUT_UNIT elements [N] int32; with factors int64, whose
+        upper half is the bits of the fp32 factor.
+    first, last: sorted positions [first, last) of each run [N]. For a single run `first` holds its gradient row and
+        `last` the bits of its factor, which spares the update a level of indirection.
     row_key, row_table: row key and table (bucket order) of each run [N].
     bounds: runs of class c and bucket k are bounds[c, k] to bounds[c, k + 1]. [CLASSES, buckets + 1]
-    block: lookups of an aligned block.
     """
 
     keys: torch.Tensor
-    source: torch.Tensor
-    scale: torch.Tensor | None
+    payload: torch.Tensor
     first: torch.Tensor
     last: torch.Tensor
     row_key: torch.Tensor
     row_table: torch.Tensor
     bounds: torch.Tensor
-    block: int
+
+
+@triton.jit
+def source_of(payload):
+    """Gradient row of lookups, offset in elements. int64."""
+    return payload.to(tl.int32).to(tl.int64) * OUTPUT_UNIT
+
+
+@triton.jit
+def factor_bits(payload):
+    return (payload >> 32).to(tl.int32)
 
 
 @triton.jit
 def _linearize(
-    keys, source, scale, indices, sample_weights, begin, length, row, key_begin, rows, no_row,
+    keys, payload, indices, sample_weights, begin, length, row, key_begin, rows, no_row,
     POSITIONS: tl.constexpr, WEIGHTED: tl.constexpr, MEAN: tl.constexpr,
 ):  # fmt: skip
-    """Keys, sources and scales of the lookups of a tile of bags, POSITIONS lookups of each bag at a step."""
+    """Keys and payloads of the lookups of a tile of bags, POSITIONS lookups of each bag at a step."""
     lane = tl.arange(0, POSITIONS)[None, :]
     for j in range(0, tl.max(length, axis=0), POSITIONS):
         at = begin[:, None] + (j + lane)
@@ -70,14 +80,15 @@ def _linearize(
         ids = tl.load(indices + at, mask=inside, other=-1).to(tl.int64)
         key = tl.where((ids >= 0) & (ids < rows), key_begin + ids, no_row)
         tl.store(keys + at, key.to(keys.dtype.element_ty), mask=inside)
-        tl.store(source + at, tl.broadcast_to(row[:, None], at.shape), mask=inside)
+        value = tl.broadcast_to(row[:, None], at.shape)
         if WEIGHTED or MEAN:
             factor = tl.full(at.shape, 1.0, tl.float32)
             if WEIGHTED:
                 factor = tl.load(sample_weights + at, mask=inside, other=0.0)
             if MEAN:
                 factor /= tl.maximum(length, 1).to(tl.float32)[:, None]
-            tl.store(scale + at, factor, mask=inside)
+            value = value.to(tl.int64) | factor.to(tl.int32, bitcast=True).to(tl.int64) << 32
+        tl.store(payload + at, value, mask=inside)
 
 
 @triton.jit(
@@ -86,8 +97,7 @@ def _linearize(
 )
 def linearize_kernel(
     keys,
-    source,
-    scale,
+    payload,
     indices,
     offsets,
     sample_weights,
@@ -104,7 +114,7 @@ def linearize_kernel(
     MEAN: tl.constexpr,
     VBE: tl.constexpr,
 ):
-    """Keys, sources and scales of the lookups of BAGS bags of one feature a program, in the order of the batch."""
+    """Keys and payloads of the lookups of BAGS bags of one feature a program, in the order of the batch."""
     tiles = tl.cdiv(batch_size, BAGS)
     feature = (tl.program_id(0) // tiles).to(tl.int64)
     tile = tl.program_id(0) % tiles
@@ -115,15 +125,14 @@ def linearize_kernel(
     live = b < count
     begin, end = bag_range(offsets, first + b, live, num_ids)
     column = tl.load(feature_meta + feature * FEATURE_FIELDS + 4)
-    row = output_offset(first, b, live, bag_output, total_dim, column, VBE) // OUTPUT_UNIT
-    row = row.to(source.dtype.element_ty)
+    row = (output_offset(first, b, live, bag_output, total_dim, column, VBE) // OUTPUT_UNIT).to(tl.int32)
     length = (end - begin).to(tl.int32)
     # Wide steps keep more loads of long bags in flight, and would idle on short ones.
     if tl.max(length, axis=0) <= 8:
-        _linearize(keys, source, scale, indices, sample_weights, begin, length, row, key_begin, rows, no_row,
+        _linearize(keys, payload, indices, sample_weights, begin, length, row, key_begin, rows, no_row,
                    4, WEIGHTED, MEAN)  # fmt: skip
     else:
-        _linearize(keys, source, scale, indices, sample_weights, begin, length, row, key_begin, rows, no_row,
+        _linearize(keys, payload, indices, sample_weights, begin, length, row, key_begin, rows, no_row,
                    32, WEIGHTED, MEAN)  # fmt: skip
     if tl.program_id(0) == 0:
         # Ids before the first bag and after the last belong to no bag.
@@ -141,25 +150,24 @@ def _key_at(keys, at, num_ids, other, mask):
 
 
 @triton.jit
-def _begin_class(keys, i, key, head, num_ids, SHORT_LEN: tl.constexpr, MIDDLE_LEN: tl.constexpr, BLOCK: tl.constexpr):
-    """Class of the runs that begin at i (where `head`)."""
-    block = (i + BLOCK - 1) // BLOCK * BLOCK
-    several = head & (_key_at(keys, i + 1, num_ids, -1, head) == key)
-    more = several & (_key_at(keys, i + SHORT_LEN, num_ids, -1, several) == key)
-    many = more & (_key_at(keys, i + MIDDLE_LEN, num_ids, -1, more) == key)
-    whole = many & (_key_at(keys, block + BLOCK - 1, num_ids, -1, many) == key)
-    return several.to(tl.int32) + more.to(tl.int32) + many.to(tl.int32) + whole.to(tl.int32)
+def _class(keys, key, near, short, middle, num_ids, run):
+    """Class of runs of `key` (where `run`), from the keys at three distances from one of its ends."""
+    several = run & (_key_at(keys, near, num_ids, -1, run) == key)
+    more = several & (_key_at(keys, short, num_ids, -1, several) == key)
+    many = more & (_key_at(keys, middle, num_ids, -1, more) == key)
+    return several.to(tl.int32) + more.to(tl.int32) + many.to(tl.int32)
 
 
 @triton.jit
-def _end_class(keys, i, key, end, num_ids, SHORT_LEN: tl.constexpr, MIDDLE_LEN: tl.constexpr, BLOCK: tl.constexpr):
+def _begin_class(keys, i, key, head, num_ids, SHORT_LEN: tl.constexpr, MIDDLE_LEN: tl.constexpr):
+    """Class of the runs that begin at i (where `head`)."""
+    return _class(keys, key, i + 1, i + SHORT_LEN, i + MIDDLE_LEN, num_ids, head)
+
+
+@triton.jit
+def _end_class(keys, i, key, end, num_ids, SHORT_LEN: tl.constexpr, MIDDLE_LEN: tl.constexpr):
     """Class of the runs that end before i (where `end`): the same questions asked from the other side."""
-    block = i // BLOCK * BLOCK
-    several = end & (_key_at(keys, i - 2, num_ids, -1, end) == key)
-    more = several & (_key_at(keys, i - 1 - SHORT_LEN, num_ids, -1, several) == key)
-    many = more & (_key_at(keys, i - 1 - MIDDLE_LEN, num_ids, -1, more) == key)
-    whole = many & (_key_at(keys, block - BLOCK, num_ids, -1, many) == key)
-    return several.to(tl.int32) + more.to(tl.int32) + many.to(tl.int32) + whole.to(tl.int32)
+    return _class(keys, key, i - 2, i - 1 - SHORT_LEN, i - 1 - MIDDLE_LEN, num_ids, end)
 
 
 @triton.jit
@@ -171,14 +179,21 @@ def _tile_positions(TILE: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
+def _shift(kind):
+    """Where the count of a class begins among packed counts: 10, 9, 8 and 5 bits hold the 512 single, 256 short, 103
+    middle and 16 long runs that at most begin in a tile of 512."""
+    return kind * 10 - kind * (kind - 1) // 2
+
+
+@triton.jit
 def _packed(kind, head):
-    """A count of 1 in the field of each run's class. int64."""
-    return tl.where(head, tl.full(kind.shape, 1, tl.int64) << (kind * 12).to(tl.int64), 0)
+    """A count of 1 in the field of each run's class. uint32."""
+    return tl.where(head, tl.full(kind.shape, 1, tl.uint32) << _shift(kind), 0)
 
 
 @triton.jit
 def _field(packed, kind):
-    return ((packed >> (kind * 12).to(tl.int64)) & 0xFFF).to(tl.int32)
+    return ((packed >> _shift(kind)) & ((1024 >> kind) - 1)).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["num_ids", "num_tiles", "no_row"])
@@ -193,16 +208,15 @@ def count_runs_kernel(
     WIDE: tl.constexpr,
     SHORT_LEN: tl.constexpr,
     MIDDLE_LEN: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     """counts[c * num_tiles + tile] = runs of class c that begin in the tile."""
     i = _tile_positions(TILE, WIDE)
     key = _key_at(keys, i, num_ids, no_row, i >= 0)
     head = (key != _key_at(keys, i - 1, num_ids, -1, i >= 0)) & (key < no_row)
-    kind = _begin_class(keys, i, key, head, num_ids, SHORT_LEN, MIDDLE_LEN, BLOCK)
+    kind = _begin_class(keys, i, key, head, num_ids, SHORT_LEN, MIDDLE_LEN)
     total = tl.sum(_packed(kind, head), axis=0)
-    for c in tl.static_range(CLASSES):
-        tl.store(counts + c * num_tiles + tl.program_id(0), ((total >> (12 * c)) & 0xFFF).to(tl.int32))
+    for c in range(CLASSES):
+        tl.store(counts + c * num_tiles + tl.program_id(0), _field(total, c))
 
 
 @triton.jit(do_not_specialize=["num_ids", "num_tiles", "no_row", "num_tables", "num_buckets"])
@@ -214,8 +228,7 @@ def write_runs_kernel(
     bounds,
     counted,  # inclusive sums of counts
     keys,
-    source,
-    scale,
+    payload,
     table_key,
     bucket_key,
     num_ids,
@@ -229,7 +242,6 @@ def write_runs_kernel(
     WIDE: tl.constexpr,
     SHORT_LEN: tl.constexpr,
     MIDDLE_LEN: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     """Writes each run into its class, and where a run ends into the entry of the run that ends there."""
     i = _tile_positions(TILE, WIDE)
@@ -239,8 +251,8 @@ def write_runs_kernel(
     change = reached & (key != previous)
     head = change & (key < no_row)
     ends = change & (previous >= 0)
-    kind = _begin_class(keys, i, key, head, num_ids, SHORT_LEN, MIDDLE_LEN, BLOCK)
-    ended = _end_class(keys, i, previous, ends, num_ids, SHORT_LEN, MIDDLE_LEN, BLOCK)
+    kind = _begin_class(keys, i, key, head, num_ids, SHORT_LEN, MIDDLE_LEN)
+    ended = _end_class(keys, i, previous, ends, num_ids, SHORT_LEN, MIDDLE_LEN)
 
     packed = _packed(kind, head)
     before = tl.cumsum(packed, axis=0) - packed  # runs of each class that begin in the tile before i
@@ -257,9 +269,9 @@ def write_runs_kernel(
         base = tl.load(bucket_key + k)
         if (below < base) & (base <= high):
             crossed = tl.sum(tl.where(reached & (previous < base) & (key >= base), before, 0), axis=0)
-            for c in tl.static_range(CLASSES):
+            for c in range(CLASSES):
                 at = c * num_tiles + tl.program_id(0)
-                entry = tl.load(counted + at - 1, mask=at > 0, other=0) + ((crossed >> (12 * c)) & 0xFFF).to(tl.int32)
+                entry = tl.load(counted + at - 1, mask=at > 0, other=0) + _field(crossed, c)
                 tl.store(bounds + c * (num_buckets + 1) + k, entry)
 
     t = find_table(low, table_key, num_tables)
@@ -270,62 +282,61 @@ def write_runs_kernel(
         t += 1
 
     single = head & (kind == 0)
-    entry = tl.where(single, tl.load(source + i, mask=single, other=0), i)
-    tl.store(first + rank, entry.to(first.dtype.element_ty), mask=head)
+    entry = tl.load(payload + i, mask=single, other=0)
+    tl.store(first + rank, tl.where(single, entry.to(tl.int32), i).to(first.dtype.element_ty), mask=head)
     tl.store(row_key + rank, key.to(row_key.dtype.element_ty), mask=head)
     tl.store(row_table + rank, table, mask=head)
     if SCALED:
-        bits = tl.load(scale + i, mask=single, other=0.0).to(tl.int32, bitcast=True)
-        tl.store(last + rank, bits.to(last.dtype.element_ty), mask=single)
+        tl.store(last + rank, factor_bits(entry).to(last.dtype.element_ty), mask=single)
     tl.store(last + ended_rank, i.to(last.dtype.element_ty), mask=ends & (ended > 0))
 
 
-def shortest_run(block: int) -> list[int]:
-    """Fewest lookups that a run of each class has, which bounds how many such runs N lookups can make."""
-    return [1, 2, SHORT_RUN + 1, MIDDLE_RUN + 1, block]
+def most_runs(num_ids: int) -> list[int]:
+    """Most runs of each class that `num_ids` lookups can make."""
+    return [num_ids // shortest for shortest in (1, 2, SHORT_RUN + 1, MIDDLE_RUN + 1)]
 
 
-def transpose(layout: TableLayout, batch: Batch) -> Runs:
+def transpose(layout: TableLayout, batch: Batch, launch: Launcher) -> Runs:
     """Runs of a batch that has ids."""
     device, num_ids = batch.indices.device, batch.indices.numel()
     weighted, vbe = batch.sample_weights is not None, batch.bag_output is not None
     scaled = batch.mean or weighted
-    position = torch.int32 if num_ids < 2**31 - 2**20 else torch.int64
+    wide = wide_positions(num_ids)
+    position = torch.int64 if wide else torch.int32
     keys = torch.empty(num_ids, dtype=layout.key_dtype, device=device)
-    source_dtype = torch.int32 if batch.output_size // OUTPUT_UNIT < 2**31 else torch.int64
-    source = torch.empty(num_ids, dtype=source_dtype, device=device)
-    scale = torch.empty(num_ids, dtype=torch.float32, device=device) if scaled else None
+    payload = torch.empty(num_ids, dtype=torch.int64 if scaled else torch.int32, device=device)
     if not batch.trusted:
         keys.fill_(layout.num_keys)
     bags = 32
-    linearize_kernel[(layout.num_features * triton.cdiv(batch.batch_size, bags),)](
-        keys, source, scale, batch.indices, batch.offsets, batch.sample_weights, batch.bag_output, batch.batch_offsets,
+    launch(
+        "linearize", linearize_kernel, layout.num_features * triton.cdiv(batch.batch_size, bags),
+        keys, payload, batch.indices, batch.offsets, batch.sample_weights, batch.bag_output, batch.batch_offsets,
         layout.feature_meta, batch.batch_size, num_ids, batch.offsets.numel() - 1, layout.total_dim, layout.num_keys,
         BAGS=bags, WEIGHTED=weighted, MEAN=batch.mean, VBE=vbe, num_warps=4,
     )  # fmt: skip
-    keys, order = torch.sort(keys, stable=True)
-    source = source[order]
-    scale = scale[order] if scale is not None else None
-    del order
+    keys, payload = sort_pairs(keys, payload, layout.num_keys)
 
-    block = max(128, layout.max_block_d)
     tiles = triton.cdiv(num_ids + 1, _TILE)
     counts = torch.empty(CLASSES * tiles, dtype=torch.int32, device=device)
-    wide = position == torch.int64
     shape = {
         "CLASSES": CLASSES, "TILE": _TILE, "WIDE": wide, "SHORT_LEN": SHORT_RUN, "MIDDLE_LEN": MIDDLE_RUN,
-        "BLOCK": block, "num_warps": 4,
+        "num_warps": 4,
     }  # fmt: skip
-    count_runs_kernel[(tiles,)](counts, keys, num_ids, tiles, layout.num_keys, **shape)
+    launch("count", count_runs_kernel, tiles, counts, keys, num_ids, tiles, layout.num_keys, **shape)
     counted = counts.cumsum(0, dtype=position)
     num_buckets = len(layout.buckets)
-    first = torch.empty(num_ids, dtype=torch.promote_types(position, source.dtype), device=device)
-    last = torch.empty(num_ids, dtype=position, device=device)
+    first, last = (torch.empty(num_ids, dtype=position, device=device) for _ in range(2))
     row_key = torch.empty(num_ids, dtype=layout.key_dtype, device=device)
     row_table = torch.empty(num_ids, dtype=torch.int32, device=device)
     bounds = torch.empty(CLASSES, num_buckets + 1, dtype=position, device=device)
-    write_runs_kernel[(tiles,)](
-        first, last, row_key, row_table, bounds, counted, keys, source, scale, layout.table_key, layout.bucket_key,
+    launch(
+        "write", write_runs_kernel, tiles,
+        first, last, row_key, row_table, bounds, counted, keys, payload, layout.table_key, layout.bucket_key,
         num_ids, tiles, layout.num_keys, layout.num_tables, num_buckets, SCALED=scaled, **shape,
     )  # fmt: skip
-    return Runs(keys, source, scale, first, last, row_key, row_table, bounds, block)
+    return Runs(keys, payload, first, last, row_key, row_table, bounds)
+
+
+def wide_positions(num_ids: int) -> bool:
+    """Whether sorted positions need 64 bits; tiles may reach a little past the last."""
+    return num_ids >= 2**31 - 2**20

@@ -12,19 +12,15 @@ class Tiles:
     """Elements of a kernel's tile, rows times padded dim; a warp takes WARP_TILE of them.
 
     forward: rows in flight of the pooled lookup, fp16 and bf16; fp32 rows get half.
-    single, short, middle: runs side by side, a run a row.
-    medium: one run, its lookups side by side; long: the same for the ends of long runs; partial: for whole blocks.
-    waves: programs of the update kernels, a multiprocessor, at most.
+    single, short: runs side by side, a run a row.
+    long: lookups of a long run side by side; partial: the same for a whole block.
     """
 
     forward: int = 512
     single: int = 512
     short: int = 512
-    middle: int = 512
-    medium: int = 1024
     long: int = 4096
-    partial: int = 1024
-    waves: int = 64
+    partial: int = 4096
 
 
 TILES = Tiles()

@@ -1,0 +1,70 @@
+"""Launches kernels with little work on the host.
+
+Triton examines every argument of a launch anew to find the variant that was compiled for its kind. A `Launcher` belongs
+to calls whose arguments are of one kind (`kind_of`): it takes Triton's way once for each place that launches, and from
+then on starts the kernel found there.
+"""
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from triton.runtime import JITFunction
+
+ALIGNMENT = 16  # bytes: what Triton distinguishes
+_BLOCKS = 32  # resident programs a multiprocessor, at most
+
+
+def kind_of(*tensors: torch.Tensor | None) -> tuple:
+    """What Triton distinguishes in tensors that a caller gave: type, and whether they are aligned."""
+    return tuple(None if t is None else (t.dtype, t.data_ptr() % ALIGNMENT == 0) for t in tensors)
+
+
+class Launcher:
+    """Launches of calls of one kind, on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._compiled: dict[Hashable, tuple[Any, tuple, int]] = {}
+
+    def __call__(
+        self, place: Hashable, kernel: JITFunction, programs: int, *args: Any, resident: bool = False, **constants: Any
+    ) -> None:
+        """Launches `programs` programs; resident: no more than run at a time, for kernels that stride over their work.
+
+        place: distinguishes launches of a call whose constants or argument types differ.
+        args: the arguments before the constexpr ones, of one type at a place; constants: constexpr arguments, options.
+        """
+        if found := self._compiled.get(place):
+            compiled, tail, most = found
+            compiled[(min(programs, most) if resident else programs, 1, 1)](*args, *tail)
+            return
+        if resident:
+            programs = min(programs, 8 * _multiprocessors(self._device))
+        compiled = kernel[(programs,)](*args, **constants)
+        if compiled is not None:  # Triton's interpreter compiles nothing
+            tail = tuple(constants[p.name] for p in kernel.params[len(args) :])
+            self._compiled[place] = (compiled, tail, _resident(compiled, self._device))
+
+
+def _resident(compiled: Any, device: torch.device) -> int:
+    """Programs of a kernel that the device holds at a time, by its registers, shared memory and threads."""
+    gpu = torch.cuda.get_device_properties(device)
+    threads = 32 * compiled.metadata.num_warps
+    registers = -(-compiled.n_regs // 8) * 8 * threads
+    shared = compiled.metadata.shared + 1024  # what the system takes of each program's
+    each = min(
+        _BLOCKS,
+        gpu.max_threads_per_multi_processor // threads,
+        gpu.regs_per_multiprocessor // registers,
+        gpu.shared_memory_per_multiprocessor // shared,
+    )
+    return each * gpu.multi_processor_count
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of the device; 1 where there is none and the interpreter runs one program after another."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
