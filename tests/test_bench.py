@@ -138,7 +138,8 @@ def test_vbe_gives_features_batches_of_their_own_and_both_ranks_bags():
     assert [sum(sizes) for sizes in batch.batch_sizes] == [16, 14, 12, 10, 16]
     assert batch.batch_sizes[0] == [6, 10]
     assert batch.offsets.numel() - 1 == 68 and batch.indices.numel() == shape.num_ids == 136
-    assert shape.output_size == (16 + 12 + 16) * 4 + (14 + 10) * 8
+    assert shape.output_shape == ((16 + 12 + 16) * 4 + (14 + 10) * 8,)
+    assert replace(shape, vbe=False).output_shape == (16, 28)
 
 
 def test_features_of_an_output_are_found_with_and_without_vbe():
@@ -219,10 +220,9 @@ SHAPES = {
 def gated(shape: Workload, change=None) -> dict[str, float]:
     pair = Pair.build(shape, SparseType.FP16, CPU)
     batches = [make_batch(shape, seed, CPU) for seed in range(2)]
-    size = (shape.output_size,) if shape.vbe else (shape.batch, sum(shape.dims))
     if change:
         change(pair)
-    result = gate.gate(pair, shape, batches, torch.randn(size))
+    result = gate.gate(pair, shape, batches, torch.randn(shape.output_shape))
     assert pair.ours.optimizer_args.stochastic_rounding and pair.theirs.optimizer_args.stochastic_rounding
     return result
 
@@ -269,6 +269,23 @@ def test_an_error_that_both_sides_share_is_found(attribute):
     with pytest.raises(GateError, match="float64") as error:
         gated(SHAPES["vbe"], both)
     assert "output1" not in str(error.value)
+
+
+def test_a_lost_lookup_is_found():
+    """One of 500 lookups of a row left out by ours: the output of a bag shows it, or else the state."""
+
+    def lose(pair: Pair) -> None:
+        forward = pair.ours.forward
+
+        def without_the_first(indices, *arguments, **more):
+            indices = indices.clone()
+            indices[0] = -1
+            return forward(indices, *arguments, **more)
+
+        pair.ours.forward = without_the_first
+
+    with pytest.raises(GateError, match=r"output1 .*state "):
+        gated(Workload("", (1,), (8,), (125,), batch=4), lose)
 
 
 def test_nan_does_not_pass_the_gate():
@@ -329,8 +346,8 @@ def on_cpu(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
-    for name in ("memory_allocated", "max_memory_allocated"):
-        monkeypatch.setattr(torch.cuda, name, lambda: 0)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 1)
     monkeypatch.setattr(bench, "_device", lambda: CPU)
     monkeypatch.setattr(bench.compiling, "warm_up", lambda shapes: 0.0)
     origin = {"hardware": dict.fromkeys(("multiprocessors", "memory_gib", "driver", "copy_terabytes_per_second"), 1)}
@@ -490,6 +507,7 @@ def test_a_report_is_rendered_from_its_json_alone(result, tmp_path, capsys):
     assert "- wrong one: output1 differs" in text and "late one" in text
     assert "20.0 s with an empty Triton cache, 1.5 s in a second process" in text
     assert "| cell weighted | 1.10 | 1.10 | 1.10 | 2.75 | 2.75 | 2.75 |" in text
+    assert "| host backward us | 1.00 | 1.00 | plain |" in text
     assert "| plain | 1.000 (0.900-1.100) | 2.000 (1.800-2.200) | 2.00 |" in text
     assert "median (P10-P90) of 11 runs" in text
     plots = sorted(tmp_path.glob("*.svg"))

@@ -13,6 +13,7 @@ pass, over the bits that the row keys need. It is the least that is done in prac
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ def traffic(
     rows = sum(u * d for u, d in zip(unique, workload.dims)) * weight_bytes
     looked_up = sum(n * d for n, d in zip(spans, workload.dims))
     inputs = sum(t.numel() * t.element_size() for t in (batch.indices, batch.offsets, batch.weights) if t is not None)
-    output = workload.output_size * output_bytes
+    output = math.prod(workload.output_shape) * output_bytes
     keys = sum(workload.rows)
     passes = -(-keys.bit_length() // 8)
     sort = passes * 2 * ids * ((4 if keys < 2**31 else 8) + 4)

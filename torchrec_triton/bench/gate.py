@@ -6,6 +6,7 @@ opt-in forward; and a sample of our bags and rows must agree with float64 arithm
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,9 +22,10 @@ from torchrec_triton.module.tbe import TritonTableBatchedEmbeddingBags
 LEARNING_RATE, EPS = 0.01, 1e-8
 SAMPLES = 16  # bags and rows of each table in the float64 check
 
-# Largest differences of the sides, as shares of the largest value (outputs, state) or absolute (weights). Tables begin
-# in [-1, 1], where fp16 is spaced by 2^-11: the sides may round a weight apart, which shows in the second output.
-LIMITS = {"output1": 1e-6, "output2": 1e-3, "weights": 2e-3, "state": 1e-5}
+# Largest differences of the sides: of an output as a share of its largest value, of weights absolute, of state as a
+# share of itself. Tables begin in [-1, 1], where fp16 is spaced by 2^-11: the sides may round a weight apart, and the
+# second output shows it. State is fp32 sums in different orders; a lookup lost of a run of n would move it by 1/sqrt(n).
+LIMITS = {"output1": 1e-6, "output2": 1e-3, "weights": 2e-3, "state": 3e-4}
 
 Call = Callable[[Batch], torch.Tensor]
 
@@ -66,6 +68,8 @@ class Pair:
 
     @staticmethod
     def build(workload: Workload, precision: SparseType, device: torch.device) -> Pair:
+        gc.collect()  # modules are in reference cycles: what is left of the last pair may be most of the memory
+        torch.cuda.empty_cache()
         return Pair(
             module(TritonTableBatchedEmbeddingBags, workload, precision, device, strict=True),
             module(SplitTableBatchedEmbeddingBagsCodegen, workload, precision, device),
@@ -118,15 +122,16 @@ def gate(pair: Pair, workload: Workload, batches: list[Batch], grad: torch.Tenso
     for step, (batch, other) in enumerate(zip(batches, ("fbgemm", "fbgemm2")), start=1):
         samples = [_sample(pair.ours, workload, batch, grad, f, step) for f in range(len(workload.rows))]
         out, expected = calls["triton"](batch), calls[other](batch)
-        scale = float(expected.detach().abs().max()) + 1e-30
-        result[f"output{step}"] = _largest_difference(out.detach(), expected.detach()) / scale
+        largest = float(expected.detach().abs().max()) + 1e-30
+        result[f"output{step}"] = _largest_difference(out.detach(), expected.detach()) / largest
         out.backward(grad)
         expected.backward(grad)
         shares += [_errors(pair.ours, workload, out.detach(), f, sample) for f, sample in enumerate(samples)]
         del out, expected
     (weights, state), (their_weights, their_state) = flat(pair.ours), flat(pair.theirs)
     result["weights"] = _largest_difference(weights, their_weights)
-    result["state"] = _largest_difference(state, their_state) / (float(their_state.max()) + 1e-30)
+    scale = their_state.clamp(min=1e-30)
+    result["state"] = _largest_difference(state / scale, their_state / scale)
     limits = dict(LIMITS)
     for name, share in zip(("output", "weights", "state"), torch.stack(shares).amax(0).tolist()):
         result[f"float64 {name}"], limits[f"float64 {name}"] = share, 1.0

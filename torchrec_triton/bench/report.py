@@ -169,9 +169,11 @@ def markdown(result: dict[str, Any], plots: Iterable[str] = ()) -> str:
         chosen = [row for row in rows if row["group"] == group]
         if chosen:
             lines += [f"## {title}", "", HEADER, *map(line, chosen), ""]
+            lines += _host_and_memory(chosen) if group == "launch" else []
     if any(row["waits_for_device"] for row in rows):
         lines += ["\\* A side waits for the device inside the call, so that its launches could not be hidden.", ""]
-    return "\n".join([*lines, *_weighted(rows), *_host_and_memory(rows), *_runs(rows)])
+    lines += [*_weighted(rows), "## Host time and memory", "", *_host_and_memory(rows), *_runs(rows)]
+    return "\n".join(lines)
 
 
 _METHOD = """## What is compared, and how
@@ -255,8 +257,16 @@ def _verdict(result: dict[str, Any]) -> list[str]:
             if slow:
                 names = (f"{name} ({slow[name]:.2f})" for name in sorted(slow, key=slow.__getitem__))
                 below.append(f"- {title}, {part}: {', '.join(names)}")
+
+    def spread(item: tuple[str, tuple[str, float]]) -> list[str]:
+        over = {row["name"]: ours / theirs for row in result["rows"] for ours, theirs in [cost(row, item[0])]}
+        most = max(over, key=over.__getitem__)
+        return [item[1][0], f"{statistics.median(over.values()):.2f}", f"{over[most]:.2f}", most]
+
     lines += _table("speed-up over | shapes | part | median | P10 | least | below 1.0", table)
     lines += (["Below 1.0, slowest first:", "", *below] if below else ["No shape is below 1.0 in any part."]) + [""]
+    if result["rows"]:
+        lines += _table("ours over FBGEMM's, all shapes | median | largest | of shape", map(spread, COSTS.items()))
     if result["failed"]:
         failures = (f"- {failure['name']}: {failure['reason']}" for failure in result["failed"])
         lines += ["**Not timed, because the gate failed:**", "", *failures, ""]
@@ -278,36 +288,45 @@ def _weighted(rows: list[Row]) -> list[str]:
     if not pairs:
         return []
 
-    def cost(side: Callable[[Row, str], float], plain: Row, weighted: Row) -> list[str]:
-        return [f"{side(weighted, part) / side(plain, part):.2f}" for part in PARTS]
+    def factors(time: Callable[[Row, str], float]) -> list[list[float]]:
+        return [[time(weighted, part) / time(plain, part) for part in PARTS] for plain, weighted in pairs]
 
-    ours = [cost(lambda r, part: r["triton"][part]["p50"], *pair) for pair in pairs]
-    theirs = [cost(lambda r, part: best(r, part)["p50"], *pair) for pair in pairs]
-    medians = [f"{statistics.median(float(o[i]) for o in side):.2f}" for side in (ours, theirs) for i in range(3)]
-    names = [weighted["name"] for _, weighted in pairs]
+    sides = zip(
+        factors(lambda row, part: row["triton"][part]["p50"]), factors(lambda row, part: best(row, part)["p50"])
+    )
+    cells = [ours + theirs for ours, theirs in sides]
+    table = [["median", *map(statistics.median, zip(*cells))], ["largest", *map(max, zip(*cells))]]
+    table += [[weighted["name"], *row] for (_, weighted), row in zip(pairs, cells)]
     return [
         "## Weighted over unweighted time, same shape",
         "",
         *_table(
             "shape | forward | backward | sum | FBGEMM forward | backward | sum",
-            [["median", *medians], *([name, *o, *t] for name, o, t in zip(names, ours, theirs))],
+            ([name, *(f"{factor:.2f}" for factor in row)] for name, *row in table),
         ),
     ]
+
+
+# Costs beside time: heading, unit.
+COSTS = {
+    "host_forward_us": ("host forward us", 1),
+    "host_backward_us": ("host backward us", 1),
+    "forward_bytes": ("forward MiB", 2**20),
+    "backward_bytes": ("backward MiB", 2**20),
+}
+
+
+def cost(row: Row, key: str) -> tuple[float, float]:
+    """(ours, FBGEMM's smaller one) of a host time or a peak of memory."""
+    return row["triton"][key], min(row[side][key] for side in FBGEMM)
 
 
 def _host_and_memory(rows: list[Row]) -> list[str]:
-    def two(row: Row, key: str, unit: float) -> str:
-        return f"{row['triton'][key] / unit:,.0f} / {min(row[side][key] for side in FBGEMM) / unit:,.0f}"
+    def cell(row: Row, key: str, unit: float) -> str:
+        return " / ".join(f"{value / unit:,.0f}" for value in cost(row, key))
 
-    columns = {"host_forward_us": 1, "host_backward_us": 1, "forward_bytes": 2**20, "backward_bytes": 2**20}
-    return [
-        "## Host time and memory: ours / FBGEMM",
-        "",
-        *_table(
-            "shape | host forward us | host backward us | forward MiB | backward MiB",
-            ([row["name"], *(two(row, key, unit) for key, unit in columns.items())] for row in rows),
-        ),
-    ]
+    heading = " | ".join(["ours / FBGEMM", *(title for title, _ in COSTS.values())])
+    return _table(heading, ([row["name"], *(cell(row, key, unit) for key, (_, unit) in COSTS.items())] for row in rows))
 
 
 def _runs(rows: list[Row]) -> list[str]:

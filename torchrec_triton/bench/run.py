@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import gc
 import platform
 import shutil
 import statistics
@@ -135,7 +134,7 @@ def measure(
     them host times in us, peak memory in bytes, runs of the shape, bytes that it must move, and its floor if `card` is
     given.
 
-    pair: modules of these tables and this precision, when there are some already.
+    pair: modules of these tables and this precision, where there are some already.
 
     Raises:
         GateError: the sides disagree or are wrong; nothing was timed.
@@ -144,8 +143,7 @@ def measure(
     device = _device()
     pair = pair or Pair.build(workload, precision, device)
     inputs = [make_batch(workload, seed, device) for seed in range(batches)]
-    shape = (workload.output_size,) if workload.vbe else (workload.batch, sum(workload.dims))
-    grad = torch.randn(shape, device=device)
+    grad = torch.randn(workload.output_shape, device=device)
     row = describe(workload, inputs[0], pair.ours.flat_weights().element_size(), card)
     row["gate"] = gate(pair, workload, inputs, grad)
     calls, timer = pair.calls(), GpuTimer()
@@ -176,24 +174,6 @@ def describe(workload: Workload, batch: Batch, weight_bytes: int, card: Card | N
     axes = ("rows", "dims", "pooling", "batch", "alpha", "weighted", "jagged", "vbe")
     shape = {axis: getattr(workload, axis) for axis in axes}
     return {"name": workload.name, "group": workload.group, "shape": shape, **found, "floor": moved}
-
-
-class _Pairs:
-    """The modules of the tables in use; shapes that share tables and come one after another share them."""
-
-    def __init__(self, precision: SparseType) -> None:
-        self._precision = precision
-        self._key: Any = None
-        self._pair: Pair | None = None
-
-    def get(self, workload: Workload) -> Pair:
-        key = (workload.rows, workload.dims)
-        if key != self._key or self._pair is None:
-            self._key, self._pair = key, None
-            gc.collect()
-            torch.cuda.empty_cache()
-            self._pair = Pair.build(workload, self._precision, _device())
-        return self._pair
 
 
 def _origin(commit: str) -> dict[str, Any]:
@@ -269,16 +249,24 @@ def run(
     save(result)
     print(f"{result['gpu']}, commit {result['commit']}; kernels compiled in {compile_seconds:.0f} s")
     print(report.HEADER)
-    pairs = _Pairs(SparseType.FP16)
+    tables: Any = None
+    pair: Pair | None = None
     for workload in shapes:
         if time.perf_counter() - start > suite.seconds:
             result["skipped"].append(workload.name)
             continue
         try:
+            if pair is None or (workload.rows, workload.dims) != tables:
+                tables, pair = (workload.rows, workload.dims), None
+                pair = Pair.build(workload, SparseType.FP16, _device())
             row = measure(
-                workload, counted=suite.counted, batches=suite.batches, host_runs=suite.host_runs, card=card,
-                pair=pairs.get(workload),
-            )  # fmt: skip
+                workload,
+                counted=suite.counted,
+                batches=suite.batches,
+                host_runs=suite.host_runs,
+                card=card,
+                pair=pair,
+            )
             result["rows"].append(row)
             print(report.line(row), flush=True)
         except GateError as error:

@@ -52,8 +52,9 @@ class Workload:
         return sum(b * p for b, p in zip(self.bags, self.pooling))
 
     @property
-    def output_size(self) -> int:
-        return sum(b * d for b, d in zip(self.bags, self.dims))
+    def output_shape(self) -> tuple[int, ...]:
+        size = sum(b * d for b, d in zip(self.bags, self.dims))
+        return (size,) if self.vbe else (self.batch, size // self.batch)
 
     def feature(self, output: torch.Tensor, f: int) -> torch.Tensor:
         """[bags of f, D] of an output or its gradient: columns, or under VBE the blocks of both ranks."""
