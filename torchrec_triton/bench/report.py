@@ -246,6 +246,8 @@ def _grid_tables(rows: list[Row]) -> str:
 
 def _verdict(result: dict[str, Any]) -> list[str]:
     lines = ["## Summary", ""]
+    if result["counted"] < 10:
+        lines += [f"For orientation only: {result['counted']} runs a side are too few to be quoted.", ""]
     groups = {"real workloads": ("real",), "grid and run-length sweep": ("grid", "sweep")}
     table, below = [], []
     for title, members in groups.items():
