@@ -9,25 +9,27 @@ but only through the embeddings: a lookup or an update that goes wrong shows in 
 Nothing is known of an order but what came before it: bags hold strictly earlier orders of the same user, and the split
 is by time, the last orders of each user being the test (the data has no dates, only the days between a user's orders).
 
-With a GPU both kernels train from the same weights. Without one, FBGEMM's CPU kernel trains; then its weights and
-optimizer state are loaded into a `fused` and a `fused_triton` model, and both take further steps on real batches, the
-Triton kernels in Triton's interpreter.
+With a GPU both kernels train in turns from the same weights. Without one, FBGEMM's CPU kernel trains; then its weights
+and optimizer state are loaded into a `fused` and a `fused_triton` model, and both take further steps on real batches,
+the Triton kernels in Triton's interpreter.
 
     python examples/instacart.py --config configs/demo.yaml [--report report.json]
+
+`torchrec-triton ab --config configs/ab_demo.yaml --output DIR` runs the same comparison with a report, also on many
+ranks: it takes the class Instacart below as its source of data.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
-import gc
 import json
 import logging
 import os
 import subprocess
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -38,33 +40,26 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch import Tensor
 from torchmetrics.functional.classification import binary_auroc
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
-from torchrec.distributed import DistributedModelParallel
-from torchrec.distributed.planner import Topology
-from torchrec.distributed.types import ShardingEnv
-from torchrec.modules.embedding_configs import DataType, PoolingType
-from torchrec.modules.mlp import MLP
-from torchrec.optim.keyed import KeyedOptimizerWrapper
-from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec import KeyedJaggedTensor
+from torchrec.datasets.utils import Batch
 from tqdm import tqdm
 
-from torchrec_triton import TritonEmbeddingBagCollectionSharder, make_planner
-from torchrec_triton.config import Config, ConfigError, load_config
+from torchrec_triton.ab.arm import Arm, Place, place
+from torchrec_triton.ab.compare import Progress, compare, train
+from torchrec_triton.ab.report import judge, text
+from torchrec_triton.ab.sources import open_source
+from torchrec_triton.config import Config, ConfigError, Count, NonNegative, Share, load_config
 
 FEATURES = ("user", "product", "history", "hour", "day")
 KERNELS = ("fused", "fused_triton")
 TRAIN, VALIDATION, TEST = 0, 1, 2
 SMOOTHING = 3.0  # a product's reorder rate is mixed with the mean as if it had been bought this often more
-INITIAL_RANGE = 0.3  # uniform; TorchRec's default, 1/sqrt(rows), makes the products of rows too small to learn from
 REPLAY_BATCHES, REPLAY_BATCH_SIZE = 4, 32  # the interpreter runs some hundred bags a second
 TOLERANCE = 1e-5  # of the largest value: fp32 sums of up to some hundred terms in another order
-LOSS_TOLERANCE = 0.01  # hundreds of steps let rounding differences grow; a wrong update costs more than this
 
 
 @dataclass(frozen=True)
@@ -133,22 +128,59 @@ def load_purchases(path: Path, validation_share: float, test_share: float) -> Pu
     )
 
 
-def check(config: Config, purchases: Purchases) -> None:
-    """That the configured tables fit this model and this data."""
-    tables = {feature: table for table in config.model.tables for feature in table.features}
-    if sorted(tables) != sorted(FEATURES) or len({table.dim for table in tables.values()}) > 1:
-        raise ConfigError(f"model.tables: this example needs the features {', '.join(FEATURES)}, all of one dim")
-    if not config.model.weighted:
-        raise ConfigError("model.weighted: this example weights the history by recency; set it to true")
-    for feature, table in tables.items():
-        largest = getattr(purchases, "product" if feature == "history" else feature).max()
-        if largest >= table.rows:
-            raise ConfigError(f"model.tables: {table.name} has {table.rows} rows, {feature} goes up to {largest}")
+class Instacart:
+    """The purchases as a source of data (see torchrec_triton/ab/sources.py). Every rank holds all of them and trains
+    on its own part of each batch."""
+
+    dense = 0
+
+    @dataclass(frozen=True, kw_only=True)
+    class Options:
+        """history: length of the longest bag, of which the latest part is kept; half_life_days: age at which a lookup
+        weighs one half; validation_share, test_share: of each user's orders, by time."""
+
+        history: Count = 100
+        half_life_days: NonNegative = 30.0
+        validation_share: Share = 0.1
+        test_share: Share = 0.2
+
+    def __init__(self, config: Config, options: Options, path: Path | None = None) -> None:
+        if options.validation_share + options.test_share >= 1:
+            raise ConfigError("data.options: validation_share and test_share must together be below 1")
+        self.purchases = load_purchases(path or data_file(), options.validation_share, options.test_share)
+        self._config, self._options = config, options
+        tables = {feature: table for table in config.model.tables for feature in table.features}
+        if sorted(tables) != sorted(FEATURES):
+            raise ConfigError(f"model.tables: this data needs the features {', '.join(FEATURES)}")
+        if not config.model.weighted:
+            raise ConfigError("model.weighted: this data weights the history by recency; set it to true")
+        for feature, table in tables.items():
+            largest = getattr(self.purchases, "product" if feature == "history" else feature).max()
+            if largest >= table.rows:
+                raise ConfigError(f"model.tables: {table.name} has {table.rows} rows, {feature} goes up to {largest}")
+
+    def training(self, rank: int, world_size: int, batch_size: int = 0, seed: int | None = None) -> Iterator[Batch]:
+        """Shuffled anew each epoch; an incomplete last batch is left out. batch_size, seed: by default the
+        configuration's."""
+        size = batch_size or self._config.data.batch_size
+        random = np.random.default_rng(self._config.seed if seed is None else seed)
+        rows = np.flatnonzero(self.purchases.split == TRAIN)
+        while True:
+            shuffled = random.permutation(rows)
+            for at in range(0, len(rows) - size * world_size + 1, size * world_size):
+                yield self.batch(shuffled[at + rank * size : at + (rank + 1) * size])
+
+    def evaluation(self, rank: int, world_size: int) -> Iterator[Batch]:
+        """The test purchases, but for the last few where the ranks don't divide them."""
+        rows = np.flatnonzero(self.purchases.split == TEST)
+        mine = rows[: len(rows) // world_size * world_size].reshape(world_size, -1)[rank]
+        return (self.batch(part) for part in np.array_split(mine, len(mine) // 4096 + 1))
+
+    def batch(self, rows: np.ndarray) -> Batch:
+        return make_batch(self.purchases, rows, self._options.history, self._options.half_life_days)
 
 
-def make_batch(
-    purchases: Purchases, rows: np.ndarray, history: int, half_life_days: float, device: torch.device
-) -> tuple[KeyedJaggedTensor, Tensor]:
+def make_batch(purchases: Purchases, rows: np.ndarray, history: int, half_life_days: float) -> Batch:
     """Features and labels [B] of the purchases `rows` [B]. Weights are 1, in the history 2^(-age / half life)."""
     first = np.maximum(purchases.user_start[rows], purchases.order_start[rows] - history)
     lengths = purchases.order_start[rows] - first
@@ -173,165 +205,7 @@ def make_batch(
             np.concatenate([lengths if name == "history" else one for name in FEATURES]).astype(np.int64)
         ),
     )
-    return features.to(device), torch.from_numpy(purchases.reordered[rows]).to(device)
-
-
-class Recommender(nn.Module):
-    """Pooled embeddings, their pairwise products, and dense layers: KJT -> logits [B], pooled [B, features, dim]."""
-
-    def __init__(self, config: Config, device: torch.device) -> None:
-        super().__init__()
-        tables = [
-            EmbeddingBagConfig(
-                name=table.name,
-                num_embeddings=table.rows,
-                embedding_dim=table.dim,
-                feature_names=list(table.features),
-                pooling=PoolingType[table.pooling],
-                data_type=DataType[table.data_type],
-                weight_init_max=INITIAL_RANGE,
-                weight_init_min=-INITIAL_RANGE,
-            )
-            for table in config.model.tables
-        ]
-        self.embeddings = EmbeddingBagCollection(
-            tables=tables, is_weighted=config.model.weighted, device=torch.device("meta")
-        )
-        count, dim = len(FEATURES), tables[0].embedding_dim
-        self.register_buffer("pairs", torch.triu_indices(count, count, 1, device=device), persistent=False)
-        self.hidden = MLP(count * dim + count * (count - 1) // 2, list(config.model.hidden), device=device)
-        self.output = nn.Linear(config.model.hidden[-1], 1, device=device)
-
-    def forward(self, features: KeyedJaggedTensor) -> tuple[Tensor, Tensor]:
-        embeddings = self.embeddings(features)  # in an order that depends on the plan
-        pooled = torch.stack([embeddings[name] for name in FEATURES], dim=1)
-        products = (pooled @ pooled.transpose(1, 2))[:, self.pairs[0], self.pairs[1]]
-        logits = self.output(self.hidden(torch.cat([pooled.flatten(1), products], dim=1))).squeeze(1)
-        return logits, pooled
-
-
-class Trainer:
-    """One model through TorchRec's planner, sharder and DistributedModelParallel. kernels: table -> asked for."""
-
-    def __init__(self, config: Config, device: torch.device, kernels: dict[str, str]) -> None:
-        torch.manual_seed(config.seed)
-        group = dist.GroupMember.WORLD
-        model = Recommender(config, device)
-        sharder = TritonEmbeddingBagCollectionSharder(fused_params=config.torchrec_fused_params())
-        planner = make_planner(
-            Topology(world_size=1, compute_device=device.type), kernels, batch_size=config.data.batch_size
-        )
-        plan = planner.collective_plan(model, [sharder], group)
-        self.plan = plan.plan["embeddings"]
-        self.model = DistributedModelParallel(
-            model, ShardingEnv.from_process_group(group), device, plan, sharders=[sharder]
-        )
-        dense = dict(in_backward_optimizer_filter(self.model.named_parameters()))
-        self.dense_optimizer = KeyedOptimizerWrapper(
-            dense, lambda parameters: torch.optim.Adam(parameters, lr=config.model.dense_learning_rate)
-        )
-
-    def step(self, features: KeyedJaggedTensor, labels: Tensor, update_dense: bool = True) -> tuple[Tensor, Tensor]:
-        """(loss, pooled). Backward itself updates the embedding tables."""
-        self.dense_optimizer.zero_grad()
-        logits, pooled = self.model(features)
-        loss = F.binary_cross_entropy_with_logits(logits, labels)
-        loss.backward()
-        if update_dense:
-            self.dense_optimizer.step()
-        return loss.detach(), pooled.detach()
-
-    def kernels(self) -> dict[str, str]:
-        """Table -> the compute kernel that it got."""
-        return {table: sharding.compute_kernel for table, sharding in self.plan.items()}
-
-    def checkpoint(self) -> dict[str, Any]:
-        """What torch.distributed.checkpoint saves and loads: all weights, and the tables' optimizer state."""
-        return {"model": self.model.state_dict(), "optimizer": self.model.fused_optimizer.state_dict()}
-
-    def weights(self) -> dict[str, Tensor]:
-        """Every weight by name; the tensors that the model uses, not copies."""
-        return {name: local(value) for name, value in self.model.state_dict().items()}
-
-    def row_state(self) -> dict[str, Tensor]:
-        """The tables' optimizer state by name, likewise."""
-        state = self.model.fused_optimizer.state_dict()["state"]
-        return {name: local(value) for of_table in state.values() for name, value in of_table.items()}
-
-
-def local(value: Tensor | ShardedTensor) -> Tensor:
-    """The one process's shard of a sharded tensor."""
-    return value.local_shards()[0].tensor if isinstance(value, ShardedTensor) else value
-
-
-def training_rows(purchases: Purchases, batch_size: int, seed: int) -> Iterator[np.ndarray]:
-    """Batches of training purchases without end, shuffled anew each epoch; an incomplete last batch is left out."""
-    random = np.random.default_rng(seed)
-    rows = np.flatnonzero(purchases.split == TRAIN)
-    while True:
-        shuffled = random.permutation(rows)
-        for at in range(0, len(rows) - batch_size + 1, batch_size):
-            yield shuffled[at : at + batch_size]
-
-
-def train(
-    trainer: Trainer, purchases: Purchases, config: Config, device: torch.device, kernel: str
-) -> dict[str, float]:
-    """Train `config.steps` steps. Returns the mean loss of the last tenth, the median time of a step in ms (features to
-    updated weights, without making the batch) and the peak of GPU memory in MB."""
-    losses, spans = [], []
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    rows = training_rows(purchases, config.data.batch_size, config.seed)
-    progress = tqdm(
-        islice(rows, config.steps), total=config.steps, desc=f"  {kernel}", unit="step", ncols=90, mininterval=0.5
-    )
-    for step, batch in enumerate(progress, 1):
-        features, labels = make_batch(purchases, batch, config.data.history, config.data.half_life_days, device)
-        begin = mark(device)
-        loss, _ = trainer.step(features, labels)
-        spans.append((begin, mark(device)))
-        losses.append(loss)
-        if step % 20 == 0 or step == config.steps:
-            progress.set_postfix(loss=f"{torch.stack(losses[-20:]).mean().item():.4f}")
-    times = [elapsed_ms(*span) for span in spans[len(spans) // 4 :]]  # the first steps compile and warm up
-    return {
-        "train_loss": torch.stack(losses[-max(1, config.steps // 10) :]).mean().item(),
-        "step_ms": float(np.median(times)),
-        "peak_memory_mb": torch.cuda.max_memory_allocated() / 1e6 if device.type == "cuda" else 0.0,
-    }
-
-
-def mark(device: torch.device) -> Any:
-    """Now: on a GPU an event in its stream, else the clock."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def elapsed_ms(begin: Any, end: Any) -> float:
-    if isinstance(begin, float):
-        return (end - begin) * 1e3
-    end.synchronize()
-    return float(begin.elapsed_time(end))
-
-
-@torch.no_grad()
-def evaluate(trainer: Trainer, purchases: Purchases, config: Config, device: torch.device) -> dict[str, float]:
-    """Log loss and AUC on the validation and the test orders."""
-    trainer.model.eval()
-    result = {}
-    for name, split in (("validation", VALIDATION), ("test", TEST)):
-        rows = np.flatnonzero(purchases.split == split)
-        logits = [
-            trainer.model(make_batch(purchases, part, config.data.history, config.data.half_life_days, device)[0])[0]
-            for part in np.array_split(rows, len(rows) // 4096 + 1)
-        ]
-        result |= score(name, torch.sigmoid(torch.cat(logits)), purchases.reordered[rows])
-    trainer.model.train()
-    return result
+    return Batch(torch.empty(len(rows), 0), features, torch.from_numpy(purchases.reordered[rows]))
 
 
 def baselines(purchases: Purchases) -> dict[str, dict[str, float]]:
@@ -343,15 +217,13 @@ def baselines(purchases: Purchases) -> dict[str, dict[str, float]]:
     rate = (again + SMOOTHING * mean) / (bought + SMOOTHING)
     test = purchases.split == TEST
     guesses = {"constant": np.full(test.sum(), mean), "product popularity": rate[purchases.product[test]]}
-    return {name: score("test", torch.from_numpy(guess), purchases.reordered[test]) for name, guess in guesses.items()}
+    return {name: score(torch.from_numpy(guess), purchases.reordered[test]) for name, guess in guesses.items()}
 
 
-def score(split: str, predicted: Tensor, reordered: np.ndarray) -> dict[str, float]:
+def score(predicted: Tensor, reordered: np.ndarray) -> dict[str, float]:
     truth = torch.from_numpy(reordered).to(predicted)
-    return {
-        f"{split}_log_loss": F.binary_cross_entropy(predicted, truth).item(),
-        f"{split}_auc": binary_auroc(predicted, truth.long()).item(),
-    }
+    loss, auc = F.binary_cross_entropy(predicted, truth), binary_auroc(predicted, truth.long())
+    return {"log_loss": loss.item(), "auc": auc.item()}
 
 
 def difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
@@ -360,35 +232,42 @@ def difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     return torch.stack(shares).max().item()  # torch's max, unlike Python's, keeps a NaN
 
 
-def replay(config: Config, purchases: Purchases, checkpoint: str) -> list[dict[str, float]]:
+def whole(shards: dict[str, list[tuple[Tensor, tuple[int, int]]]]) -> dict[str, Tensor]:
+    """Of one process: its one shard of each tensor is all of it."""
+    return {name: pieces[0][0] for name, pieces in shards.items()}
+
+
+def replay(config: Config, here: Place, source: Instacart, checkpoint: str) -> list[dict[str, float]]:
     """Load the checkpoint under `fused` and under `fused_triton`, take the same steps with both, and compare them.
 
     The dense layers are left as they are: Adam's first steps would blow rounding differences up to the size of a step.
     """
-    device = torch.device("cpu")
-    trainers = {}
+    arms = []
     for kernel in KERNELS:
-        trainers[kernel] = Trainer(config, device, dict.fromkeys(config.kernels(), kernel))
-        state = trainers[kernel].checkpoint()
+        arm = Arm(config, here, source.dense, dict.fromkeys(config.kernels(), kernel))
+        state = arm.checkpoint()
         dcp.load(state, checkpoint_id=checkpoint)
-        trainers[kernel].model.load_state_dict(state["model"])
-        trainers[kernel].model.fused_optimizer.load_state_dict(state["optimizer"])
-    fused, triton = trainers["fused"], trainers["fused_triton"]
-    rows = training_rows(purchases, REPLAY_BATCH_SIZE, config.seed + 1)
+        arm.model.load_state_dict(state["model"])
+        arm.model.fused_optimizer.load_state_dict(state["optimizer"])
+        arms.append(arm)
+    fused, triton = arms
+    batches = list(islice(source.training(0, 1, REPLAY_BATCH_SIZE, config.seed + 1), REPLAY_BATCHES))
     result = []
-    for batch in tqdm(list(islice(rows, REPLAY_BATCHES)), desc="  replay", unit="batch", ncols=90, mininterval=0.5):
-        features, labels = make_batch(purchases, batch, config.data.history, config.data.half_life_days, device)
-        before = {name: value.clone() for name, value in fused.weights().items()}
-        _, expected = fused.step(features, labels, update_dense=False)
-        _, pooled = triton.step(features, labels, update_dense=False)
+    for batch in tqdm(batches, desc="  replay", unit="batch", ncols=90, mininterval=0.5):
+        before = {name: value.clone() for name, value in whole(fused.weights()).items()}
+        pooled = []
+        for arm in arms:
+            loss, (_, _, vectors) = arm.model(batch)
+            loss.backward()
+            pooled.append(vectors)
         result.append(
             {
-                "bags": len(features.lengths()),
-                "lookups": len(features.values()),
-                "outputs": difference({"": pooled}, {"": expected}),
-                "weights": difference(triton.weights(), fused.weights()),
-                "state": difference(triton.row_state(), fused.row_state()),
-                "step": difference(fused.weights(), before),
+                "bags": len(batch.sparse_features.lengths()),
+                "lookups": len(batch.sparse_features.values()),
+                "outputs": difference({"": pooled[1]}, {"": pooled[0]}),
+                "weights": difference(whole(triton.weights()), whole(fused.weights())),
+                "state": difference(whole(triton.row_state()), whole(fused.row_state())),
+                "step": difference(whole(fused.weights()), before),
             }
         )
     return result
@@ -401,33 +280,29 @@ def main() -> None:
     options.add_argument("--replay", metavar="CHECKPOINT", help=argparse.SUPPRESS)  # the interpreter's process
     arguments = options.parse_args()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        sys.exit("This example is a single process; WORLD_SIZE is " + os.environ["WORLD_SIZE"])
+        sys.exit(
+            f"This example is a single process; WORLD_SIZE is {os.environ['WORLD_SIZE']}. "
+            "torchrec-triton ab --config configs/ab_demo.yaml takes several."
+        )
     if not arguments.replay:
         os.environ.pop("TRITON_INTERPRET", None)  # `auto` would take the interpreter, far too slow to train in
     quiet()
     try:
         config = load_config(arguments.config)
-        purchases = load_purchases(data_file(), config.data.validation_share, config.data.test_share)
-        check(config, purchases)
+        source = open_source(config)
+        with place() as here:
+            if arguments.replay:
+                say(json.dumps(replay(config, here, source, arguments.replay)))
+                return
+            describe(source.purchases)
+            if here.device.type == "cuda":
+                report = run_on_gpu(config, here, source)
+            else:
+                report = run_on_cpu(config, here, source, arguments.config)
     except ConfigError as error:
         sys.exit(str(error))
-    gpu = torch.cuda.is_available() and not arguments.replay
-    # A store in this process: no port, so that two runs on one host cannot clash.
-    dist.init_process_group("nccl" if gpu else "gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        if arguments.replay:
-            say(json.dumps(replay(config, purchases, arguments.replay)))
-            return
-        describe(purchases)
-        report = (
-            compare_kernels(config, purchases, torch.device("cuda"))
-            if gpu
-            else run_on_cpu(config, purchases, arguments.config)
-        )
-        if arguments.report:
-            arguments.report.write_text(json.dumps(report, indent=2) + "\n")
-    finally:
-        dist.destroy_process_group()
+    if arguments.report:
+        arguments.report.write_text(json.dumps(report, indent=2) + "\n")
 
 
 def quiet() -> None:
@@ -453,28 +328,53 @@ def describe(purchases: Purchases) -> None:
     say("  question: has this user bought this product before?")
 
 
-def run_on_cpu(config: Config, purchases: Purchases, config_path: str) -> dict[str, Any]:
+def run_on_cpu(config: Config, here: Place, source: Instacart, config_path: str) -> dict[str, Any]:
     """Train on what the configuration gets on a CPU, then replay in the interpreter, in a process of its own: Triton
     reads TRITON_INTERPRET when it is imported."""
-    device = torch.device("cpu")
-    say("\nPlan (no GPU)")
-    trainer = Trainer(config, device, config.kernels())
-    kernels = trainer.kernels()
-    say(f"\nTraining {config.steps} steps of {config.data.batch_size} purchases")
-    trained = train(trainer, purchases, config, device, "/".join(sorted(set(kernels.values()))))
-    say(f"  {trained['step_ms']:.1f} ms a step (forward, backward and update)")
-    scores = {**baselines(purchases), "this model": evaluate(trainer, purchases, config, device)}
+    say(f"\nTraining {config.steps} steps of {config.data.batch_size} purchases (no GPU)")
+    with progress_bar("train", config) as bar:
+        arm, trained = train(config, here, source, bar)
+    measured = trained["arms"]["B"]
+    say(f"  {measured['step_ms']['p50']:.1f} ms a step (forward, backward and update)")
+    scores = {**baselines(source.purchases), "this model": measured["metrics"]}
     print_scores(scores)
     say("\nReplay of real batches from the trained weights and state: `fused` beside `fused_triton` (interpreter)")
     with tempfile.TemporaryDirectory() as checkpoint:
-        dcp.save(trainer.checkpoint(), checkpoint_id=checkpoint)
+        dcp.save(arm.checkpoint(), checkpoint_id=checkpoint)
         command = [sys.executable, __file__, "--config", config_path, "--replay", checkpoint]
         done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         sys.exit(f"The replay failed:\n{done.stdout}")
     replayed = json.loads(done.stdout.splitlines()[-1])
     print_replay(replayed)
-    return {"kernels": kernels, "trained": trained, "scores": scores, "replay": replayed}
+    kernels = {table: got["kernel"] for table, got in arm.tables.items()}
+    return {"kernels": kernels, "trained": measured, "scores": scores, "replay": replayed}
+
+
+def run_on_gpu(config: Config, here: Place, source: Instacart) -> dict[str, Any]:
+    """Train with both kernels from the same weights, in turns, and set them side by side."""
+    where = torch.cuda.get_device_name(here.device)
+    say(f"\nTraining {config.steps} steps of {config.data.batch_size} purchases on {where}, with each kernel")
+    with progress_bar("train", config) as bar:
+        report = compare(config, here, source, bar)
+    report["verdict"] = judge(report, config.ab.limits)
+    say("\n" + text(report))
+    scores = {f"this model, {name}": report["arms"][name]["metrics"] for name in report["arms"]}
+    print_scores(baselines(source.purchases) | scores)
+    if not report["verdict"]["passed"]:
+        sys.exit(1)
+    return report
+
+
+@contextlib.contextmanager
+def progress_bar(what: str, config: Config) -> Iterator[Progress]:
+    with tqdm(total=config.steps, desc=f"  {what}", unit="step", ncols=90, mininterval=0.5) as bar:
+
+        def update(step: int, steps: int, loss: float) -> None:
+            bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
+            bar.update(step - bar.n)
+
+        yield update
 
 
 def print_replay(replayed: list[dict[str, float]]) -> None:
@@ -494,45 +394,11 @@ def print_replay(replayed: list[dict[str, float]]) -> None:
     say("  The Triton kernels agree with FBGEMM's.")
 
 
-def compare_kernels(config: Config, purchases: Purchases, device: torch.device) -> dict[str, Any]:
-    """Train with both kernels from the same weights, one after the other, and set them side by side."""
-    where = torch.cuda.get_device_name() if device.type == "cuda" else "the CPU"
-    say(f"\nTraining {config.steps} steps of {config.data.batch_size} purchases on {where}, with each kernel")
-    runs: dict[str, dict[str, float]] = {}
-    scores = baselines(purchases)
-    initial: dict[str, Tensor] = {}
-    trained: dict[str, dict[str, Tensor]] = {}
-    for kernel in KERNELS:
-        gc.collect()  # the model before: cycles in it would count in this one's memory
-        trainer = Trainer(config, device, dict.fromkeys(config.kernels(), kernel))
-        for name, value in trainer.weights().items():
-            value.copy_(initial.setdefault(name, value.cpu().clone()))
-        runs[kernel] = train(trainer, purchases, config, device, kernel)
-        scores[f"this model, {kernel}"] = evaluate(trainer, purchases, config, device)
-        trained[kernel] = {name: value.cpu().clone() for name, value in trainer.weights().items()}
-        del trainer
-    apart = difference(trained["fused_triton"], trained["fused"])
-    say("")
-    print_row(("", *KERNELS))
-    for label, key, form in (
-        ("ms a training step", "step_ms", ".3f"),
-        ("peak GPU memory, MB", "peak_memory_mb", ",.1f"),
-        ("last training loss", "train_loss", ".5f"),
-    ):
-        print_row((label, *(format(runs[kernel][key], form) for kernel in KERNELS)))
-    say(f"  largest weight difference after training: {apart:.1e} of the largest weight")
-    print_scores(scores)
-    losses = [scores[f"this model, {kernel}"]["test_log_loss"] for kernel in KERNELS]
-    if not abs(losses[0] - losses[1]) <= LOSS_TOLERANCE:
-        sys.exit(f"FAILED: the kernels' test losses differ by more than {LOSS_TOLERANCE}.")
-    return {"runs": runs, "scores": scores, "weight_difference": apart}
-
-
 def print_scores(scores: dict[str, dict[str, float]]) -> None:
     say("")
     print_row(("test orders", "log loss", "AUC"))
     for name, values in scores.items():
-        print_row((name, f"{values['test_log_loss']:.4f}", f"{values['test_auc']:.4f}"))
+        print_row((name, f"{values['log_loss']:.4f}", f"{values['auc']:.4f}"))
     say("  log loss: less is better; AUC: 0.5 is guessing, 1 is perfect")
 
 

@@ -208,8 +208,8 @@ def _ratio(a: np.ndarray, b: np.ndarray, percentile: int) -> Report:
     of a step had the same batch at nearly the same moment."""
     draws = np.random.default_rng(0).integers(0, len(a), (RESAMPLES, len(a)))
     ratios = np.percentile(a[draws], percentile, axis=1) / np.percentile(b[draws], percentile, axis=1)
-    low, high = np.percentile(ratios, (2.5, 97.5))
-    return {"value": float(np.percentile(a, percentile) / np.percentile(b, percentile)), "interval": [low, high]}
+    value = np.percentile(a, percentile) / np.percentile(b, percentile)
+    return {"value": float(value), "interval": np.percentile(ratios, (2.5, 97.5)).tolist()}
 
 
 def _state(arm: Arm) -> dict[str, Any]:

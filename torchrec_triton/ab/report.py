@@ -294,7 +294,8 @@ svg rect.a, svg .key.a { fill: var(--a); } svg rect.b, svg .key.b, svg circle.b 
 svg path { fill: none; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: .9rem; min-width: 60%; }
 th, td { text-align: left; padding: .3rem 1.4rem .3rem 0; border-bottom: 1px solid var(--line); vertical-align: top; }
-th { color: var(--soft); font-weight: 600; } td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+th { color: var(--soft); font-weight: 600; }
+td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 pre { background: var(--card); padding: 1rem; overflow-x: auto; font-size: .85rem; }
 </style></head><body>
 BODY

@@ -56,10 +56,10 @@ def open_source(config: Config) -> Source:
 def _module(path: Path) -> Any:
     if not path.exists():
         raise ConfigError(f"data.source: there is no file {path}")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    spec = importlib.util.spec_from_file_location(f"torchrec_triton_source_{path.stem}", path)
     assert spec is not None and spec.loader is not None  # a path that ends in .py has both
     module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(spec.name, module)  # dataclasses look their module up
+    sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
 
