@@ -55,10 +55,10 @@ def first_steps(workloads: list[Workload]) -> None:
 
 
 def warm_up(workloads: Iterable[Workload]) -> float:
-    """Fills Triton's cache for these shapes in parallel. Returns the seconds it took."""
+    """Fills Triton's cache for these shapes in parallel, where that pays. Returns the seconds it took."""
     start = time.perf_counter()
     work = groups(workloads)
-    if len(work) > 1:  # the gate of the first shape compiles as fast as one process does
+    if len(work) > 2:  # for fewer the processes take longer to start than they save, and the gate compiles too
         processes = min(len(work), len(os.sched_getaffinity(0)))
         with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
             for _ in pool.map(first_steps, work):

@@ -25,7 +25,7 @@ SAMPLES = 16  # bags and rows of each table in the float64 check
 # Largest differences of the sides: of an output as a share of its largest value, of weights absolute, of state as a
 # share of itself. Tables begin in [-1, 1], where fp16 is spaced by 2^-11: the sides may round a weight apart, and the
 # second output shows it. State is fp32 sums in different orders; a lookup lost of a run of n moves it by 1/sqrt(n).
-LIMITS = {"output1": 1e-6, "output2": 1e-3, "weights": 2e-3, "state": 3e-4}
+LIMITS = {"output1": 2e-6, "output2": 1e-3, "weights": 2e-3, "state": 3e-4}
 
 Call = Callable[[Batch], torch.Tensor]
 
