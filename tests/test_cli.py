@@ -16,7 +16,11 @@ import torchrec_triton
 from torchrec_triton import _compat, cli, doctor
 
 ROOT = Path(__file__).parents[1]
-TABLES = "model: {tables: [{name: user, rows: 10, dim: 8}, {name: item, rows: 20, dim: 4, data_type: FP16}]}\n"
+TABLES = """
+model:
+  interaction: cat
+  tables: [{name: user, rows: 10, dim: 8}, {name: item, rows: 20, dim: 4, data_type: FP16}]
+"""
 
 
 def run(*arguments: str, before: str = "", **environment: str) -> subprocess.CompletedProcess[str]:

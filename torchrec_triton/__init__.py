@@ -15,6 +15,8 @@ _PUBLIC = {
     "TritonFeatureProcessedEmbeddingBagCollectionSharder": "module.sharding",
     "make_planner": "plan.planner",
     "with_compute_kernel": "plan.planner",
+    "save_plan": "plan.files",
+    "load_plan": "plan.files",
     "unsupported_reasons": "support",
 }
 __all__ = ["__version__", *_PUBLIC]

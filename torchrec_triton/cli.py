@@ -5,10 +5,14 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torchrec_triton import __version__
+
+if TYPE_CHECKING:
+    from torchrec_triton.config import Config
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,6 +28,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     explain.add_argument("config", help="a YAML file such as configs/demo.yaml")
     explain.add_argument("--device", choices=("cuda", "cpu"), help="default: what this machine has")
     explain.set_defaults(run=_explain)
+
+    plan = commands.add_parser("plan", help="plan a configuration's tables and write the plan")
+    plan.add_argument("--config", required=True, help="a YAML file such as configs/demo.yaml")
+    plan.add_argument("--topology", choices=("cuda", "cpu"), default="cuda", help="devices of the ranks")
+    plan.add_argument("--output", metavar="FILE", help="JSON file that torchrec_triton.load_plan reads")
+    plan.set_defaults(run=_plan)
+    for command in (explain, plan):
+        command.add_argument("--world-size", type=int, default=1, metavar="N", help="ranks; default: %(default)s")
+        command.add_argument("--local-world-size", type=int, metavar="N", help="ranks of a host; default: all")
+        command.add_argument(
+            "--memory", type=float, metavar="GIB", help="of a device; default: this GPU's, or TorchRec's"
+        )
+        command.add_argument(
+            "--rates", help="a GPU of configs/rates/ or a file of `bench --rates`; default: this GPU's"
+        )
 
     bench = commands.add_parser("bench", help="measure the kernels beside FBGEMM's on this machine's GPU")
     bench.add_argument("--config", default="configs/bench_h200.yaml", help="default: %(default)s")
@@ -57,13 +76,13 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    """One line a table, below it every reason why it does not run on Triton."""
+    """One line a table, below it every reason why it does not run on Triton; then the plan."""
     from torchrec_triton import _compat
-    from torchrec_triton.config import Config, ConfigError, load_config
+    from torchrec_triton.config import ConfigError, load_config
     from torchrec_triton.support import unsupported_reasons
 
     try:
-        config: Config = load_config(options.config)
+        config = load_config(options.config)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
@@ -72,8 +91,8 @@ def _explain(options: argparse.Namespace) -> int:
     problem = _compat.launch_problem("cuda" if capability else "cpu")  # of this machine, whatever was asked about
     print(f"{options.config} on {device_type}, Triton's interpreter {'on' if interpreter else 'off'}\n")
     row = "{:<24}{:>14}{:>7}  {:<6}{:<6}{:<14}{}"
-    print(row.format("table", "rows", "dim", "type", "pool", "asked for", "gets"))
-    refused = 0
+    print(row.format("table", "rows", "dim", "type", "pool", "asked for", "can have"))
+    refused, kernels, said = 0, {}, set()
     for table in config.model.tables:
         asked = config.kernel_of(table.name)
         reasons = unsupported_reasons(
@@ -92,13 +111,53 @@ def _explain(options: argparse.Namespace) -> int:
         refused += impossible
         gets = "an error" if impossible else "fused" if asked == "fused" or reasons else "fused_triton"
         print(row.format(table.name, f"{table.rows:,}", table.dim, table.data_type, table.pooling, asked, gets))
+        kernels[table.name] = "fused" if gets == "fused" else asked
         if asked == "fused":
             reasons = ["the configuration asks for fused"]
         for reason in reasons:
             print(f"    {reason}")
+        said.update(reasons)
     if refused:
         print(f"\n{refused} table(s) cannot have fused_triton: ask for auto or fused, or change what the reasons name.")
-    return 1 if refused else 0
+        return 1
+    print()
+    return _print_plan(options, config, kernels, device_type, said)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from torchrec_triton.config import ConfigError, load_config
+
+    try:
+        config = load_config(options.config)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return _print_plan(options, config, config.kernels(), options.topology)
+
+
+def _print_plan(
+    options: argparse.Namespace, config: Config, kernels: dict[str, str], device_type: str, said: Collection[str] = ()
+) -> int:
+    """What each table gets in the plan, which is written if `options` have an output."""
+    from torchrec.distributed.planner.types import PlannerError
+
+    from torchrec_triton.plan.command import plan_configuration
+    from torchrec_triton.plan.files import save_plan
+    from torchrec_triton.plan.reasons import UnsupportedTableError
+
+    sizes = (options.world_size, options.local_world_size, options.memory)
+    try:
+        plan, text = plan_configuration(config, kernels, device_type, *sizes, options.rates, said)
+    except (PlannerError, UnsupportedTableError, RuntimeError) as error:  # the last: no sharding type is allowed
+        print(error, file=sys.stderr)
+        return 1
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(text)
+    if options.command == "plan" and options.output:
+        save_plan(plan, options.output)
+    return 0
 
 
 def _bench(options: argparse.Namespace) -> int:
@@ -109,8 +168,7 @@ def _bench(options: argparse.Namespace) -> int:
     if options.rates:
         from torchrec_triton.bench.rates import measure_rates
 
-        measure_rates(Path(options.rates), options.commit)
-        return 0
+        return measure_rates(Path(options.rates), options.commit)
     from torchrec_triton.bench import run
 
     return run.main(options)

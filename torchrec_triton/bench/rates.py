@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -45,8 +46,12 @@ def workload(point: dict[str, Any]) -> Workload:
     )
 
 
-def measure_rates(output: Path, commit: str = "") -> None:
-    """Measure every point and write the file: where it comes from, the axes, and ms of (forward, backward) a kernel."""
+def measure_rates(output: Path, commit: str = "") -> int:
+    """Measure every point and write the file: where it comes from, the axes, and ms of (forward, backward) a kernel.
+    0: done, 2: there is no GPU."""
+    if not torch.cuda.is_available():
+        print("bench times CUDA kernels: there is no GPU", file=sys.stderr)
+        return 2
     begun = time.perf_counter()
     origin = {**_origin(commit), "command": f"torchrec-triton bench --rates {output.name}"}
     rows = []
@@ -63,3 +68,4 @@ def measure_rates(output: Path, commit: str = "") -> None:
     head = json.dumps(origin, indent=1).removesuffix("\n}")
     output.write_text(f'{head},\n "axes": {json.dumps(AXES)},\n "rows": [\n{lines}\n ]\n}}\n')
     print(f"{len(rows)} points on {torch.cuda.get_device_name()} in {time.perf_counter() - begun:.0f} s: {output}")
+    return 0

@@ -1,7 +1,7 @@
-"""What tables cost in TorchRec's planner, and which kernel each gets: by measured times where there are some.
+"""Which kernel each table gets, and what that makes of its cost in TorchRec's planner: by measured times.
 
-TorchRec's estimators stay as they are for every other compute kernel and for everything but the time that a kernel
-takes: communication, storage, prefetching.
+TorchRec's estimate of `fused` stays as it is, since it is what all other compute kernels and data parallelism are
+compared with; the time of `fused_triton` is that times the measured ratio of the two.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,32 +50,25 @@ def lookups_and_bags(option: ShardingOption, constraints: Constraints, topology:
     return lookups * topology.world_size / sharing_ranks, bags * topology.world_size
 
 
-@dataclasses.dataclass
-class _Group:
-    """Tables that one operator would hold. lookups: on an average rank; launch: (kernel, phase) -> ms."""
-
-    lookups: float = 0.0
-    launch: dict[tuple[str, int], float] = dataclasses.field(default_factory=lambda: defaultdict(float))
-
-
 class PerfEstimator(EmbeddingPerfEstimator):
-    """TorchRec's, with measured times of `fused` and `fused_triton` in place of its formula.
+    """TorchRec's, in which `fused_triton` is faster or slower than `fused` as was measured.
 
-    rates: by which kernels are chosen; None: `fused_triton` wherever it can run.
-    measured: the rates are those of the topology's GPU, so they are its times too; else TorchRec's formula is kept.
+    rates: None: `fused_triton` is chosen wherever it can run, and costs as much as `fused`.
     """
 
-    def __init__(self, topology: Topology, constraints: Constraints, rates: Rates | None, measured: bool) -> None:
+    def __init__(self, topology: Topology, constraints: Constraints, rates: Rates | None) -> None:
         super().__init__(topology=topology, constraints=constraints, config=_PerfConfig())
-        self.rates, self.measured = rates, measured
-        self._groups: dict[Hashable, _Group] = defaultdict(_Group)
+        self.rates = rates
+        self._groups: dict[Hashable, _Group] = {}
 
     def estimate(self, sharding_options: list[ShardingOption], *args: Any, **kwargs: Any) -> None:
         super().estimate(sharding_options, *args, **kwargs)
-        for option in sharding_options if self.measured else ():
-            if option.compute_kernel in KERNELS and collection_of(option):
-                for shard, (forward, backward) in zip(option.shards, self.times(option, option.compute_kernel)):
-                    shard.perf.fwd_compute, shard.perf.bwd_compute = forward, backward
+        for option in sharding_options if self.rates else ():
+            if option.compute_kernel == FUSED_TRITON:
+                ours, theirs = (self.times(option, kernel) for kernel in KERNELS)
+                for shard, mine, other in zip(option.shards, ours, theirs):
+                    shard.perf.fwd_compute *= mine[0] / max(other[0], 1e-9)
+                    shard.perf.bwd_compute *= mine[1] / max(other[1], 1e-9)
 
     def choose(self, options: Sequence[ShardingOption], free: Callable[[ShardingOption], bool]) -> None:
         """Set the kernel of each option that is free to have either; the others have theirs.
@@ -84,81 +78,91 @@ class PerfEstimator(EmbeddingPerfEstimator):
         the first named counts.
         """
         self._groups.clear()
-        groups: dict[Hashable, list[ShardingOption]] = defaultdict(list)
-        for option in options:
+        members: dict[Hashable, list[_Member]] = defaultdict(list)
+        for option in options if self.rates else ():
             if option.compute_kernel in KERNELS and collection_of(option):
-                groups[self._key(option)].append(option)
-        for key, members in groups.items() if self.rates else ():
-            group = self._groups[key]
-            group.lookups = sum(self._share(option) for option in members)
-            for kernel in KERNELS:
-                for phase in (0, 1):
-                    group.launch[kernel, phase] = max(self._lines(o, kernel)[phase].launch for o in members)
-            given = [option.compute_kernel for option in members]
-            faster = [min(KERNELS, key=lambda kernel: self.milliseconds(option, kernel)) for option in members]
-            plans = [[kernel if free(o) else g for o, g in zip(members, given)] for kernel in KERNELS]
-            mixed = [kernel if free(o) else g for o, g, kernel in zip(members, given, faster)]
-            best = min(plans, key=lambda kernels: self._cost(members, kernels))
-            if self._cost(members, mixed) < MIXED_GAIN * self._cost(members, best):
-                best = mixed
-            for option, kernel in zip(members, best):
-                option.compute_kernel = kernel
+                lines = {kernel: self._lines(option, kernel, option.shards[0].size) for kernel in KERNELS}
+                share = len(option.shards) / self._topology.world_size
+                members[_key(option)].append(_Member(option, lines, [work * share for work in self._work(option)]))
+        for key, group in members.items():
+            self._groups[key] = _Group(group)
+            kept = [None if free(member.option) else member.option.compute_kernel for member in group]
+            total = self._groups[key].lookups
+            faster = [min(KERNELS, key=partial(member.cost, part=member.work[1] / total)) for member in group]
+            one_for_all = [[own or kernel for own in kept] for kernel in KERNELS]
+            best = min(one_for_all, key=partial(_cost, group))
+            mixed = [own or kernel for own, kernel in zip(kept, faster)]
+            for member, kernel in zip(group, mixed if _cost(group, mixed) < MIXED_GAIN * _cost(group, best) else best):
+                member.option.compute_kernel = kernel
 
     def times(self, option: ShardingOption, kernel: str) -> list[tuple[float, float]]:
         """(forward, backward) of each shard in ms, with its part in the launch of all that share the operator."""
-        group = self._groups.get(self._key(option))
-        part = min(self._work(option, 1) / group.lookups, 1.0) if group and group.lookups else 1.0
-        result = []
+        work, group, result = self._work(option), self._groups.get(_key(option)), []
+        part = min(work[1] / group.lookups, 1.0) if group else 1.0
         for shard in option.shards:
-            forward, backward = (
-                part * (group.launch[kernel, phase] if group else line.launch) + line.lookup * self._work(option, phase)
-                for phase, line in enumerate(self._lines(option, kernel, shard.size))
-            )
-            result.append((forward, backward) if 0 not in shard.size else (0.0, 0.0))
+            lines = self._lines(option, kernel, shard.size)
+            launches = group.launches[kernel] if group else [line.launch for line in lines]
+            forward, backward = (part * launches[i] + lines[i].lookup * work[i] for i in (0, 1))
+            result.append((forward, backward))
         return result
 
-    def milliseconds(self, option: ShardingOption, kernel: str) -> float:
-        """Forward and backward of the slowest shard."""
-        return max(sum(phases) for phases in self.times(option, kernel))
-
-    def _cost(self, members: list[ShardingOption], kernels: list[str]) -> float:
-        """Time (ms) of all of a group's operators on an average rank."""
-        total = 0.0
-        for kernel in KERNELS:
-            chosen = [option for option, k in zip(members, kernels) if k == kernel]
-            for phase in (0, 1) if chosen else ():
-                lines = [self._lines(option, kernel)[phase] for option in chosen]
-                total += max(line.launch for line in lines)
-                total += sum(line.lookup * self._share(option, phase) for line, option in zip(lines, chosen))
-        return total
-
-    def _share(self, option: ShardingOption, phase: int = 1) -> float:
-        """Of the table's work, in lookups, on an average rank."""
-        return self._work(option, phase) * len(option.shards) / self._topology.world_size
-
-    def _work(self, option: ShardingOption, phase: int) -> float:
-        """Of a shard, in lookups. A forward with more bags than lookups has its work in writing them."""
+    def _work(self, option: ShardingOption) -> tuple[float, float]:
+        """Of forward and backward of a shard, in lookups; a forward of more bags than lookups is busy writing bags."""
         lookups, bags = lookups_and_bags(option, self._constraints, self._topology)
-        return lookups if phase else max(lookups, bags)
+        return max(lookups, bags), lookups
 
-    def _lines(self, option: ShardingOption, kernel: str, size: Sequence[int] | None = None) -> list[Line]:
-        """Of forward and backward; size: (rows, dim) of the shard, the first one's unless given."""
+    def _lines(self, option: ShardingOption, kernel: str, size: Sequence[int]) -> list[Line]:
+        """Of forward and backward; size: (rows, dim) of the shard."""
         assert self.rates
-        rows, dim = size or option.shards[0].size
         lookups, bags = lookups_and_bags(option, self._constraints, self._topology)
         shape = Shape(
             "FP32" if option.tensor.dtype == torch.float32 else "FP16",
             collection_of(option).is_weighted(),
-            dim,
-            max(lookups, 1e-9) / max(bags, 1e-9),
-            max(lookups, 1e-9) / max(rows, 1),
+            size[1],
+            lookups / bags,
+            lookups / max(size[0], 1),
         )
         return [self.rates.line(kernel, phase, shape) for phase in (0, 1)]
 
-    @staticmethod
-    def _key(option: ShardingOption) -> Hashable:
-        mode = collection_of(option).embedding_bags[option.name].mode
-        return option.path, option.sharding_type, option.tensor.dtype, mode
+
+@dataclasses.dataclass
+class _Member:
+    """A table of a group. lines: kernel -> of forward and backward; work: of both, in lookups on an average rank."""
+
+    option: ShardingOption
+    lines: dict[str, list[Line]]
+    work: list[float]
+
+    def cost(self, kernel: str, part: float = 0.0) -> float:
+        """ms on an average rank, with a part of a launch."""
+        return sum(line.launch * part + line.lookup * work for line, work in zip(self.lines[kernel], self.work))
+
+
+class _Group:
+    """Tables that one operator would hold. lookups: on an average rank; launches: kernel -> ms of both phases."""
+
+    def __init__(self, members: list[_Member]) -> None:
+        self.lookups = max(sum(member.work[1] for member in members), 1e-9)
+        self.launches = {kernel: _launches(members, kernel) for kernel in KERNELS}
+
+
+def _launches(members: list[_Member], kernel: str) -> list[float]:
+    """Of an operator with these tables: as long as that of the slowest of them."""
+    return [max(member.lines[kernel][phase].launch for member in members) for phase in (0, 1)]
+
+
+def _cost(members: list[_Member], kernels: list[str]) -> float:
+    """ms of all operators of a group on an average rank."""
+    total = 0.0
+    for kernel in KERNELS:
+        if chosen := [member for member, k in zip(members, kernels) if k == kernel]:
+            total += sum(_launches(chosen, kernel)) + sum(member.cost(kernel) for member in chosen)
+    return total
+
+
+def _key(option: ShardingOption) -> Hashable:
+    mode = collection_of(option).embedding_bags[option.name].mode
+    return option.path, option.sharding_type, option.tensor.dtype, mode
 
 
 class _PerfConfig(EmbeddingPerfEstimatorConfig):

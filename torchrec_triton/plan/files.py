@@ -27,13 +27,15 @@ def save_plan(plan: ShardingPlan, path: str | Path) -> None:
         ValueError: a table's sharding holds an object that has no form in JSON (such as cache statistics), or a module
             of the plan is no collection of tables.
     """
-    modules = {}
+    modules = []
     for module, params in plan.plan.items():
         if not isinstance(params, EmbeddingModuleShardingPlan):
             raise ValueError(f"module {module!r}: a {type(params).__name__} is no plan of tables")
-        modules[module] = {table: _encode(sharding, f"table {table}") for table, sharding in params.items()}
-    content = {"torchrec": installed_version("torchrec"), "plan": modules}
-    Path(path).write_text(json.dumps(content, indent=1) + "\n")
+        tables = {table: json.dumps(_encode(sharding, f"table {table}")) for table, sharding in params.items()}
+        lines = ",\n".join(f"   {json.dumps(table)}: {sharding}" for table, sharding in tables.items())
+        modules.append(f"  {json.dumps(module)}: {{\n{lines}\n  }}")  # a line a table
+    head = f'{{\n "torchrec": {json.dumps(installed_version("torchrec"))},\n "plan": {{\n'
+    Path(path).write_text(head + ",\n".join(modules) + "\n }\n}\n")
 
 
 def load_plan(path: str | Path) -> ShardingPlan:

@@ -47,7 +47,7 @@ from torchrec_triton.plan.reasons import (
     planned_device_type,
     sharding_reasons,
 )
-from torchrec_triton.plan.report import TableReport, available, shortage
+from torchrec_triton.plan.report import TableReport, shortage
 from torchrec_triton.plan.storage import StorageEstimator
 
 logger = logging.getLogger("torchrec_triton")
@@ -146,20 +146,24 @@ def make_planner(
     batch_size, globs = batch_size or BATCH_SIZE, _validated(choice)
     constrained = [kernel for c in (constraints or {}).values() for kernel in c.compute_kernels or ()]
     estimators: list[Any] = []
+    note = ""
     if {*globs.values(), *constrained} & {AUTO, FUSED_TRITON}:
         gpu = topology.compute_device == "cuda"
         here = torch.cuda.get_device_name() if gpu and torch.cuda.is_available() else None
         found, rule = find_rates(rates, here) if gpu else (None, "")
         if rule and AUTO in globs.values():
             logger.warning(rule)
-        estimators.append(PerfEstimator(topology, constraints, found, measured=gpu and not rule))
+        note = rule or (f"rates of {found.gpu}, {found.date}, commit {found.commit}" if found else "")
+        estimators.append(PerfEstimator(topology, constraints, found))
         estimators.append(StorageEstimator(topology=topology, constraints=constraints))
     enumerator = _Enumerator(
         topology=topology, batch_size=batch_size, constraints=constraints, estimator=estimators or None, choice=globs
     )
-    return _Planner(
+    planner = _Planner(
         topology=topology, batch_size=batch_size, constraints=constraints, enumerator=enumerator, **planner_keywords
     )
+    planner.note = note
+    return planner
 
 
 class _Enumerator(EmbeddingEnumerator):
@@ -248,13 +252,13 @@ class _Enumerator(EmbeddingEnumerator):
 
 
 class _Planner(EmbeddingShardingPlanner):
+    note = ""  # whose rates count
+
     def plan(self, module: nn.Module, sharders: list[ModuleSharder[Any]]) -> ShardingPlan:
         try:
             plan = super().plan(module, sharders)
         except PlannerError as error:
-            left = available(self._storage_reservation.last_reserved_topology or self._topology)
-            need = shortage(self._enumerator.last_stored_search_space or [], left, self._topology.compute_device)
-            error.args = ("\n".join(part for part in (str(error), need) if part),)
+            error.args = (f"{error}\n{self._shortage(module, sharders)}",)
             raise
         for report in self.explain():
             if self._enumerator.asked(report.table) == AUTO and report.compute_kernel == FUSED:
@@ -266,6 +270,16 @@ class _Planner(EmbeddingShardingPlanner):
         sharders = sharders or get_default_sharders()
         self._enumerator.judge(module, sharders)
         return super().collective_plan(module, sharders, pg)
+
+    def _shortage(self, module: nn.Module, sharders: list[ModuleSharder[Any]]) -> str:
+        """Beside TorchRec's error, which must not be lost to another one."""
+        try:
+            options = self._enumerator.enumerate(module, sharders)  # there already, unless the reservation failed
+            left = self._storage_reservation.last_reserved_topology
+            # A method of InferenceStorageReservation in TorchRec 1.6.
+            return shortage(options, self._topology, left() if callable(left) else left)
+        except Exception as error:
+            return f"What the tables need is not known: {type(error).__name__}: {error}"
 
     def explain(self) -> list[TableReport]:
         """Every table of the plan that was made last, in the order of the plan."""
@@ -284,6 +298,8 @@ class _Planner(EmbeddingShardingPlanner):
                 f"faster here by the rates of {perf.rates.gpu}" if perf and perf.rates else "TorchRec proposed it"
             )
             reasons = [by_rates if asked == AUTO else f"{FUSED} was asked for"]
+        elif kernel not in KERNELS and not reasons:
+            reasons = [f"{kernel}: not in device memory alone, as {FUSED_TRITON} would be"]
         return TableReport(
             path=option.path,
             table=option.name,

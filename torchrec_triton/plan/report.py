@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torchrec.distributed.planner.types import ShardingOption, Storage, Topology
@@ -29,10 +29,10 @@ class TableReport:
     reasons: tuple[str, ...] = ()
 
 
-def as_text(reports: Iterable[TableReport], heading: str = "") -> str:
-    """A line a table, below it every reason why it has not got `fused_triton`."""
+def as_text(reports: Iterable[TableReport], heading: Iterable[str] = (), said: Collection[str] = ()) -> str:
+    """A line a table, below it every reason why it has not got `fused_triton` that was not said before."""
     row = "{:<24}{:<19}{:<8}{:<17}{:>10}{:>13}{:>10}"
-    lines = [heading] if heading else []
+    lines = [line for line in heading if line]
     lines += ["predicted ms are forward + backward of the slowest shard; MiB of the largest", ""]
     lines += [row.format("table", "sharding", "ranks", "kernel", "fused", "fused_triton", "MiB")]
     for report in reports:
@@ -43,38 +43,40 @@ def as_text(reports: Iterable[TableReport], heading: str = "") -> str:
         ranks = _ranges(report.ranks)
         size = f"{report.bytes / MIB:,.1f}"
         lines.append(row.format(report.table, report.sharding_type, ranks, report.compute_kernel, *times, size))
-        lines += [f"    {reason}" for reason in report.reasons]
+        lines += [f"    {reason}" for reason in report.reasons if reason not in said]
     return "\n".join(lines)
 
 
-def shortage(options: Sequence[ShardingOption], have: Storage, compute_device: str) -> str:
-    """What tables need, the most demanding first, beside what a rank has left for them. "" if there are no options.
+def shortage(options: Sequence[ShardingOption], topology: Topology, reserved: Topology | None) -> str:
+    """What tables need, the most demanding first, beside what a rank has for them.
 
-    A table's need is that of its most frugal option, on the rank that holds the largest of its shards.
+    A table's need is that of its most frugal option, on the rank that holds the largest of its shards. reserved: what
+    the storage reservation left; None if it left nothing.
     """
+    gpu = topology.compute_device == "cuda"
     least: dict[str, tuple[int, ShardingOption]] = {}
     for option in options:
-        need = max(_bytes(shard.storage, compute_device) for shard in option.shards)
-        if option.name not in least or need < least[option.name][0]:
-            least[option.name] = need, option
-    if not least:
-        return ""
+        need = max(_bytes(shard.storage, gpu) for shard in option.shards)
+        if option.fqn not in least or need < least[option.fqn][0]:
+            least[option.fqn] = need, option
     ordered = sorted(least.values(), key=lambda item: -item[0])
-    lines = [f"A rank has {_bytes(have, compute_device) / MIB:,.0f} MiB for tables. They need at least, on one rank:"]
+    have = max(_bytes(device.storage, gpu) for device in (reserved or topology).devices)
+    rest = (
+        "left for tables by the storage reservation" if reserved else "in all, and the storage reservation wants more"
+    )
+    lines = [
+        f"A rank has {have / MIB:,.0f} MiB {'GPU' if gpu else 'host'} memory {rest}. On one rank is needed at least:"
+    ]
     lines += [
         f"  table {o.name}: {need / MIB:,.0f} MiB, {o.compute_kernel}, {o.sharding_type}" for need, o in ordered[:10]
     ]
-    return "\n".join(lines + [f"  and {len(ordered) - 10} smaller tables"] * (len(ordered) > 10))
+    lines += [f"  {len(ordered) - 10} more tables: less"] * (len(ordered) > 10)
+    return "\n".join(lines)
 
 
-def available(topology: Topology) -> Storage:
-    """Of the device that has most."""
-    return max((device.storage for device in topology.devices), key=lambda s: _bytes(s, topology.compute_device))
-
-
-def _bytes(storage: Storage | None, compute_device: str) -> int:
+def _bytes(storage: Storage | None, gpu: bool) -> int:
     assert storage is not None  # estimated by now
-    return storage.hbm if compute_device == "cuda" else storage.ddr
+    return storage.hbm if gpu else storage.ddr
 
 
 def _ranges(ranks: Sequence[int]) -> str:
