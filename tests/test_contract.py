@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from distributed_harness import ranks
 from fbgemm_gpu import split_table_batched_embeddings_ops_training as fbgemm
-from torchrec.distributed import embeddingbag, fp_embeddingbag, sharding_plan
+from torchrec.distributed import collective_utils, embeddingbag, fp_embeddingbag, sharding_plan
 from torchrec.distributed.batched_embedding_kernel import BatchedFusedEmbeddingBag
 from torchrec.distributed.embedding_lookup import GroupedPooledEmbeddingsLookup
 from torchrec.distributed.embedding_types import (
@@ -27,7 +27,7 @@ from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCol
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology, shard_estimators
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.estimator.config import EmbeddingPerfEstimatorConfig
-from torchrec.distributed.planner.estimator.estimator import EmbeddingPerfEstimatorFactory
+from torchrec.distributed.planner.estimator.estimator import EmbeddingPerfEstimator
 from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstimator
 from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.sharding.cw_sharding import CwPooledEmbeddingSharding
@@ -83,15 +83,19 @@ METHODS: list[tuple[Any, str, str]] = [
     (BaseEmbeddingSharder, "compute_kernels", "self sharding_type compute_device_type"),
     (FeatureProcessedEmbeddingBagCollectionSharder, "__init__", "self ebc_sharder qcomm_codecs_registry"),
     (EmbeddingEnumerator, "_filter_compute_kernels", "self name allowed_compute_kernels sharding_type"),
+    (EmbeddingEnumerator, "_filter_sharding_types", "self name allowed_sharding_types"),
     (EmbeddingEnumerator, "enumerate", "self module sharders"),
+    (EmbeddingEnumerator, "populate_estimates", "self sharding_options"),
     (EmbeddingEnumerator, "__init__", "self topology batch_size constraints estimator"),
     (EmbeddingShardingPlanner, "plan", "self module sharders"),
     (EmbeddingShardingPlanner, "collective_plan", "self module sharders pg"),
     (EmbeddingPerfEstimatorConfig, "get_device_bw", "self compute_device compute_kernel"),
-    (EmbeddingPerfEstimatorFactory, "create_with_config", "config is_inference topology constraints"),
+    (EmbeddingPerfEstimator, "__init__", "self topology constraints is_inference config"),
+    (EmbeddingPerfEstimator, "estimate", "self sharding_options"),
     (EmbeddingStorageEstimator, "__init__", "self topology constraints"),
     (EmbeddingStorageEstimator, "estimate", "self sharding_options"),
     (shard_estimators, "get_num_poolings", "constraints so"),
+    (collective_utils, "invoke_on_rank_and_broadcast_result", "pg rank func"),
     (sharding_plan, "get_default_sharders", ""),
     (
         SPLIT,
@@ -161,8 +165,8 @@ OPERATOR_ATTRIBUTES = [
     "weights_precision",
 ]
 OPTIMIZER_ARGUMENTS = ["stochastic_rounding", "eps", "weight_decay", "gradient_clipping", "max_gradient", "max_norm"]
-PLANNER_ATTRIBUTES = ["_enumerator"]
-ENUMERATOR_ATTRIBUTES = ["_constraints", "_compute_device"]
+PLANNER_ATTRIBUTES = ["_enumerator", "_best_plan", "_storage_reservation", "_topology"]
+ENUMERATOR_ATTRIBUTES = ["_constraints", "_compute_device", "_estimators"]
 ESTIMATOR_ATTRIBUTES = ["_constraints", "_topology"]
 SHARDER_ATTRIBUTES = ["_sharded_module_order_overwrite"]
 VBE_FIELDS = ["B_offsets", "output_offsets_feature_rank", "B_offsets_rank_per_feature", "max_B", "output_size"]
@@ -199,6 +203,7 @@ def test_attributes_of_planner_and_sharder() -> None:
     for owner, names in (
         (planner, PLANNER_ATTRIBUTES),
         (EmbeddingEnumerator(topology, batch_size=1), ENUMERATOR_ATTRIBUTES),
+        (EmbeddingPerfEstimator(topology=topology), ESTIMATOR_ATTRIBUTES),
         (EmbeddingStorageEstimator(topology=topology), ESTIMATOR_ATTRIBUTES),
         (EmbeddingBagCollectionSharder(), SHARDER_ATTRIBUTES),
     ):

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from distributed_harness import ranks
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -518,3 +519,21 @@ def test_an_error_while_the_need_is_found_hides_nothing(rates: Path, monkeypatch
     with pytest.raises(PlannerError, match="insufficient storage") as caught:
         planner.plan(model, sharders())
     assert "What the tables need is not known: RuntimeError: no options" in str(caught.value)
+
+
+def planned_by_all(rates: str, gib: float) -> tuple[Any, Any]:
+    """On a rank: the plan's kernels, or the error's type and text."""
+    topology = Topology(world_size=2, compute_device="cuda", hbm_cap=int(gib * 2**30))
+    planner = make_planner(topology, "fused_triton", rates=rates, debug=False, stats=[])
+    try:
+        return kernels(planner.collective_plan(tables({"num_embeddings": 16_000_000}), sharders())), None
+    except PlannerError as error:
+        return error.error_type, str(error)
+
+
+@pytest.mark.xdist_group("ranks")
+def test_every_rank_hears_that_there_is_no_plan(rates: Path) -> None:
+    both = ranks(2).run(planned_by_all, str(rates), 16.0)
+    assert both == [({"t0": "fused_triton"}, None)] * 2
+    first, second = ranks(2).run(planned_by_all, str(rates), 1.0)
+    assert first == second and first[0] == PlannerErrorType.INSUFFICIENT_STORAGE and "table t0: " in first[1]

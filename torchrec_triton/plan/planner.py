@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torchrec.distributed.collective_utils import invoke_on_rank_and_broadcast_result
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.constants import BATCH_SIZE
@@ -266,10 +268,20 @@ class _Planner(EmbeddingShardingPlanner):
         return plan
 
     def collective_plan(self, module: nn.Module, sharders: Any = None, pg: Any = None) -> ShardingPlan:
-        """Judge on every rank first: TorchRec plans on rank 0 only, and an error there leaves the others waiting."""
+        """TorchRec plans on rank 0 only, and an error there would leave the others waiting: so every rank judges, and
+        each is told if there is no plan."""
         sharders = sharders or get_default_sharders()
         self._enumerator.judge(module, sharders)
-        return super().collective_plan(module, sharders, pg)
+        found = invoke_on_rank_and_broadcast_result(pg or dist.group.WORLD, 0, self._plan_or_error, module, sharders)
+        if isinstance(found, PlannerError):
+            raise found
+        return found
+
+    def _plan_or_error(self, module: nn.Module, sharders: list[ModuleSharder[Any]]) -> ShardingPlan | PlannerError:
+        try:
+            return self.plan(module, sharders)
+        except PlannerError as error:
+            return error
 
     def _shortage(self, module: nn.Module, sharders: list[ModuleSharder[Any]]) -> str:
         """Beside TorchRec's error, which must not be lost to another one."""
