@@ -11,15 +11,15 @@ from torchrec_triton.plan.estimator import collection_of, lookups_and_bags
 from torchrec_triton.plan.reasons import FUSED, FUSED_TRITON
 from torchrec_triton.support import name_of
 
-# Bytes that the backward of `fused_triton` needs for each lookup, whatever the dim: keys, order, sources, runs, partial
-# sums; and factors, where rows are scaled. Peaks measured on an H200: 2552 MiB for 66.5 M lookups, 1093 for 28.5 M,
-# 1608 for 41.9 M; with per-sample weights 1201 for 28.5 M, 1768 for 41.9 M.
-_WORKSPACE, _SCALED_WORKSPACE = 40, 44
+# Bytes that a backward on a GPU needs for each lookup, whatever the dim: keys, order, sources, runs, partial sums; and
+# more where rows are scaled. (plain, weighted), peaks of docs/benchmarks/2026-11-30-h200.json; a test holds them against
+# the newest report there.
+WORKSPACE = {FUSED_TRITON: (40, 44), FUSED: (40, 56)}
 
 
 class StorageEstimator(EmbeddingStorageEstimator):
     """TorchRec's, and row-wise Adagrad's state where only the sharder's fused_params name it (TorchRec looks at the
-    parameter alone), and the workspace of `fused_triton`, of each table as if all of a rank were one group."""
+    parameter alone), and the backward's workspace, of each table as if all of a rank were one group."""
 
     def estimate(self, sharding_options: list[ShardingOption], *args: Any, **kwargs: Any) -> None:
         super().estimate(sharding_options, *args, **kwargs)
@@ -30,16 +30,17 @@ class StorageEstimator(EmbeddingStorageEstimator):
             applied = getattr(option.tensor, "_optimizer_classes", [None])[0]
             named = (sharders[option.module_type_key].fused_params or {}).get("optimizer")
             row_bytes = 4 if applied is None and name_of(named) == "EXACT_ROWWISE_ADAGRAD" else 0
-            workspace = self._workspace(option) if option.compute_kernel == FUSED_TRITON else 0
+            on_gpu = self._topology.compute_device == "cuda"
+            workspace = self._workspace(option) if on_gpu and collection_of(option) else 0
             for shard in option.shards:
                 rows, dim = shard.size
                 size = rows * row_bytes + (workspace if rows * dim else 0)
-                on_gpu = self._topology.compute_device == "cuda"
                 shard.storage += Storage(hbm=size, ddr=0) if on_gpu else Storage(hbm=0, ddr=size)
 
     def _workspace(self, option: ShardingOption) -> int:
         """Bytes on a rank with a shard of the table."""
         lookups, _ = lookups_and_bags(option, self._constraints, self._topology)
         collection = collection_of(option)
-        scaled = collection.is_weighted() or collection.embedding_bags[option.name].mode == "mean"
-        return round(lookups * (_SCALED_WORKSPACE if scaled else _WORKSPACE))
+        mean = collection.embedding_bags[option.name].mode == "mean"
+        scaled = collection.is_weighted() or (mean and option.compute_kernel == FUSED_TRITON)
+        return round(lookups * WORKSPACE[option.compute_kernel][scaled])
