@@ -12,8 +12,8 @@ from torchrec_triton.plan.reasons import FUSED, FUSED_TRITON
 from torchrec_triton.support import name_of
 
 # Bytes that a backward on a GPU needs for each lookup, whatever the dim: keys, order, sources, runs, partial sums; and
-# more where rows are scaled. (plain, weighted), peaks of docs/benchmarks/2026-11-30-h200.json; a test holds them against
-# the newest report there.
+# more where rows are scaled: (plain, weighted). Peaks of docs/benchmarks/2026-11-30-h200.json; a test holds them
+# against the newest report there.
 WORKSPACE = {FUSED_TRITON: (40, 44), FUSED: (40, 56)}
 
 
