@@ -184,13 +184,17 @@ def test_the_files_of_known_gpus_can_be_read() -> None:
 
 
 def test_what_the_bench_writes_is_what_the_planner_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The grid as it is measured, with invented times: every shape has the lookups, rows and bags of its point."""
+    """The grid as it is measured, with invented times: every shape has the lookups, rows and bags of its point. Where
+    one fails the gate the file is no good."""
     from torchrec_triton.bench import rates as bench
 
-    shapes = []
+    shapes: list[Any] = []
+    fails = -1
 
     def measure(workload: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         shapes.append(workload)
+        if len(shapes) == fails:
+            raise bench.GateError("the sides disagree")
         phases = {phase: {"p50": 1.0 + len(shapes)} for phase in ("forward", "backward")}
         return {"name": workload.name, "triton": phases, "fbgemm": phases}
 
@@ -200,7 +204,9 @@ def test_what_the_bench_writes_is_what_the_planner_reads(tmp_path: Path, monkeyp
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert bench.measure_rates(tmp_path / "none.json") == 2 and not (tmp_path / "none.json").exists()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    bench.measure_rates(tmp_path / "r.json", "abc")
+    compiled: list[Any] = []
+    monkeypatch.setattr(bench, "compile_kernels", compiled.extend)
+    assert bench.measure_rates(tmp_path / "r.json", "abc") == 0 and len(compiled) == len(shapes)
     read = read_rates(tmp_path / "r.json")
     assert (read.commit, read.command) == ("abc", "torchrec-triton bench --rates r.json")
     assert len(read.times) == len(shapes)
@@ -208,6 +214,10 @@ def test_what_the_bench_writes_is_what_the_planner_reads(tmp_path: Path, monkeyp
         _, weighted, dim, pooling, reuse, lookups = point
         assert (shape.weighted, set(shape.dims), set(shape.pooling)) == (weighted, {dim}, {pooling})
         assert shape.num_ids == lookups and shape.num_ids / sum(shape.rows) == reuse and min(shape.rows) >= 1
+    fails = len(shapes) + 3
+    assert bench.measure_rates(tmp_path / "failed.json", "abc") == 1
+    with pytest.raises(ValueError, match=r"failed\.json has no rates \(KeyError"):
+        read_rates(tmp_path / "failed.json")
 
 
 # --- which kernel auto takes -----------------------------------------------------------------------------------------
