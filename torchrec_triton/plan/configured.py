@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import torch
 from torch import nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -9,7 +11,7 @@ from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from torchrec_triton.config import Config
+from torchrec_triton.config import Config, ShardingTypeName
 from torchrec_triton.plan.reasons import FUSED, FUSED_TRITON
 
 
@@ -41,7 +43,7 @@ def model_of(config: Config) -> nn.Module:
 def constraints_of(config: Config) -> dict[str, ParameterConstraints]:
     return {
         table.name: ParameterConstraints(
-            sharding_types=list(table.sharding) or None,
+            sharding_types=list(table.sharding or get_args(ShardingTypeName)),
             pooling_factors=[table.pooling_factor] * len(table.features),
         )
         for table in config.model.tables

@@ -55,6 +55,7 @@ from torchrec_triton.plan.storage import StorageEstimator
 logger = logging.getLogger("torchrec_triton")
 
 AUTO = "auto"
+FASTER = "faster here by the rates of"
 Choice = str | Mapping[str, str]
 
 
@@ -257,6 +258,7 @@ class _Planner(EmbeddingShardingPlanner):
     note = ""  # whose rates count
 
     def plan(self, module: nn.Module, sharders: list[ModuleSharder[Any]]) -> ShardingPlan:
+        self._best_plan: list[ShardingOption] | None = None
         try:
             plan = super().plan(module, sharders)
         except PlannerError as error:
@@ -264,7 +266,8 @@ class _Planner(EmbeddingShardingPlanner):
             raise
         for report in self.explain():
             if self._enumerator.asked(report.table) == AUTO and report.compute_kernel == FUSED:
-                _log_fallback(report.table, report.reasons)
+                chosen = report.reasons[0].startswith(FASTER)
+                _log_fallback(report.table, report.reasons, logging.INFO if chosen else logging.WARNING)
         return plan
 
     def collective_plan(self, module: nn.Module, sharders: Any = None, pg: Any = None) -> ShardingPlan:
@@ -298,30 +301,31 @@ class _Planner(EmbeddingShardingPlanner):
         return [self._report(option) for option in self._best_plan or []]
 
     def _report(self, option: ShardingOption) -> TableReport:
-        perf, kernel = self._enumerator.perf, option.compute_kernel
-        pooled = kernel in KERNELS and collection_of(option)
-        times = {k: max(perf.times(option, k), key=sum) for k in KERNELS} if pooled and perf and perf.rates else {}
-        reasons = (
-            self._enumerator.reasons.get((option.name, option.sharding_type), []) if kernel != FUSED_TRITON else []
-        )
-        if kernel == FUSED and not reasons:
-            asked = self._enumerator.asked(option.name)
-            by_rates = (
-                f"faster here by the rates of {perf.rates.gpu}" if perf and perf.rates else "TorchRec proposed it"
-            )
-            reasons = [by_rates if asked == AUTO else f"{FUSED} was asked for"]
-        elif kernel not in KERNELS and not reasons:
-            reasons = [f"{kernel}: not in device memory alone, as {FUSED_TRITON} would be"]
+        perf = self._enumerator.perf
+        known = perf and perf.rates and option.compute_kernel in KERNELS and collection_of(option)
         return TableReport(
             path=option.path,
             table=option.name,
             sharding_type=option.sharding_type,
-            compute_kernel=kernel,
+            compute_kernel=option.compute_kernel,
             ranks=tuple(shard.rank for shard in option.shards),
             bytes=max(shard.storage.hbm + shard.storage.ddr for shard in option.shards),
-            milliseconds=times,
-            reasons=tuple(dict.fromkeys(reasons)),
+            milliseconds={kernel: max(perf.times(option, kernel), key=sum) for kernel in KERNELS} if known else {},
+            reasons=tuple(self._why_not(option)),
         )
+
+    def _why_not(self, option: ShardingOption) -> list[str]:
+        """Why a table has not got `fused_triton`."""
+        kernel, rates = option.compute_kernel, self._enumerator.perf and self._enumerator.perf.rates
+        if kernel == FUSED_TRITON:
+            return []
+        if kernel == FUSED and self._enumerator.asked(option.name) == FUSED:
+            return [f"{FUSED} was asked for"]
+        if found := self._enumerator.reasons.get((option.name, option.sharding_type)):
+            return list(dict.fromkeys(found))
+        if kernel == FUSED:
+            return [f"{FASTER} {rates.gpu}" if rates else "TorchRec proposed it"]
+        return [f"{kernel}: not in device memory alone, as {FUSED_TRITON} would be"]
 
 
 def _exchangeable(sharding: ParameterSharding, kernel: str | None) -> bool:
@@ -348,8 +352,8 @@ def _refuse_unmatched(choice: Mapping[str, str], tables: list[str]) -> None:
             raise ValueError(f"no table matches {glob!r}; tables: {', '.join(sorted(set(tables)))}")
 
 
-def _log_fallback(table: str, reasons: Iterable[str]) -> None:
-    logger.warning("table %s: %s (FBGEMM), not %s: %s", table, FUSED, FUSED_TRITON, "; ".join(reasons))
+def _log_fallback(table: str, reasons: Iterable[str], level: int = logging.WARNING) -> None:
+    logger.log(level, "table %s: %s (FBGEMM), not %s: %s", table, FUSED, FUSED_TRITON, "; ".join(reasons))
 
 
 def _sharded_modules(
