@@ -25,12 +25,10 @@ import argparse
 import contextlib
 import csv
 import json
-import logging
 import os
 import subprocess
 import sys
 import tempfile
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -51,6 +49,7 @@ from tqdm import tqdm
 from torchrec_triton.ab.arm import Arm, Place, place
 from torchrec_triton.ab.compare import Progress, compare, train
 from torchrec_triton.ab.report import judge, text
+from torchrec_triton.ab.run import quiet
 from torchrec_triton.ab.sources import open_source
 from torchrec_triton.config import Config, ConfigError, Count, NonNegative, Share, load_config
 
@@ -286,7 +285,7 @@ def main() -> None:
         )
     if not arguments.replay:
         os.environ.pop("TRITON_INTERPRET", None)  # `auto` would take the interpreter, far too slow to train in
-    quiet()
+    quiet(rank=0)
     try:
         config = load_config(arguments.config)
         source = open_source(config)
@@ -296,27 +295,13 @@ def main() -> None:
                 return
             describe(source.purchases)
             if here.device.type == "cuda":
-                report = run_on_gpu(config, here, source)
+                report = compare_kernels(config, here, source)
             else:
                 report = run_on_cpu(config, here, source, arguments.config)
     except ConfigError as error:
         sys.exit(str(error))
     if arguments.report:
         arguments.report.write_text(json.dumps(report, indent=2) + "\n")
-
-
-def quiet() -> None:
-    """Show this package's log lines; drop warnings of the libraries below, which concern nobody who runs a demo."""
-    warnings.simplefilter("ignore")
-    logging.getLogger().setLevel(logging.ERROR)
-    for library in ("torch", "torchrec"):
-        logging.getLogger(library).setLevel(logging.ERROR)
-    handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(logging.Formatter("  %(message)s"))
-    ours = logging.getLogger("torchrec_triton")
-    ours.setLevel(logging.INFO)
-    ours.addHandler(handler)
-    ours.propagate = False
 
 
 def describe(purchases: Purchases) -> None:
@@ -351,10 +336,9 @@ def run_on_cpu(config: Config, here: Place, source: Instacart, config_path: str)
     return {"kernels": kernels, "trained": measured, "scores": scores, "replay": replayed}
 
 
-def run_on_gpu(config: Config, here: Place, source: Instacart) -> dict[str, Any]:
+def compare_kernels(config: Config, here: Place, source: Instacart) -> dict[str, Any]:
     """Train with both kernels from the same weights, in turns, and set them side by side."""
-    where = torch.cuda.get_device_name(here.device)
-    say(f"\nTraining {config.steps} steps of {config.data.batch_size} purchases on {where}, with each kernel")
+    say(f"\nTraining {config.steps} steps of {config.data.batch_size} purchases with each kernel, in turns")
     with progress_bar("train", config) as bar:
         report = compare(config, here, source, bar)
     report["verdict"] = judge(report, config.ab.limits)

@@ -39,6 +39,16 @@ def test_defaults(read):
     assert config.operator_keywords() == {"optimizer": "EXACT_ROWWISE_ADAGRAD", "learning_rate": 0.01, "eps": 1e-8}
 
 
+def test_the_other_arm_is_one_line_away():
+    """And a run's files stand where the configuration says, wherever it is started from."""
+    text = (ROOT / "configs" / "ab_demo.yaml").read_text()
+    assert text.count("\ncompute_kernel: auto") == 1
+    config = load_config(ROOT / "configs" / "ab_demo.yaml")
+    assert (config.ab.baseline, config.compute_kernel) == ("fused", "auto")
+    file, _, name = config.data.source.rpartition(":")
+    assert name == "Instacart" and Path(file).resolve() == ROOT / "examples" / "instacart.py"
+
+
 def test_frozen_and_keyword_only(read):
     config = read(SMALLEST)
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -121,8 +131,18 @@ def test_every_name_is_fbgemms():
         (SMALLEST + "fused_params: [1]", ["fused_params", "keys and values"]),
         (SMALLEST + "rules: [{tables: 'x*', compute_kernel: auto}]", ["rules[0].tables", "'x*'", "user, item_a"]),
         (SMALLEST + "rules: {tables: user}", ["rules", "a list"]),
-        (SMALLEST + "data: {validation_share: 0.5, test_share: 0.5}", ["validation_share", "test_share", "below 1"]),
-        (SMALLEST + "data: {test_share: 1}", ["data.test_share", "below 1"]),
+        (SMALLEST + "data: {history: 5}", ["data.history", "batch_size, source, options"]),
+        (SMALLEST + "data: {options: 5}", ["data.options", "keys and values", "got 5"]),
+        (SMALLEST + "pipeline: sparse", ["pipeline", "'sparse'", "did you mean sparse_dist?", "base"]),
+        (SMALLEST + "ab: {base_line: fused}", ["ab.base_line", "did you mean baseline?", "steps_a_turn"]),
+        (SMALLEST + "ab: {baseline: fbgemm}", ["ab.baseline", "'fbgemm'", "auto, fused, fused_triton"]),
+        (SMALLEST + "ab: {plan: freeze}", ["ab.plan", "did you mean frozen?", "replan"]),
+        (SMALLEST + "ab: {limits: {speed: 1}}", ["ab.limits.speed", "did you mean speed_ratio?"]),
+        (SMALLEST + "ab: {limits: {loss_difference: small}}", ["ab.limits.loss_difference", "a number", "'small'"]),
+        (SMALLEST + "ab: {steps_a_turn: 0}", ["ab.steps_a_turn", "1 and above"]),
+        ("model: {tables: [{name: a, rows: 3, dim: 4, sharding: [tw]}]}", ["sharding", "'tw'", "table_wise"]),
+        ("model: {tables: [{name: a, rows: 3, dim: 4, sharding: [data_parallel]}]}", ["'data_parallel'", "row_wise"]),
+        ("model: {tables: [{name: a, rows: 3, dim: 4, pooling_factor: -1}]}", ["pooling_factor", "-1", "0 and above"]),
         (SMALLEST + SMALLEST, ["model", "more than once"]),
         ("steps: 3", ["model", "missing"]),
         ("", ["the file", "keys and values"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import importlib.util
 import json
 import os
@@ -12,12 +13,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 import yaml
+
+from torchrec_triton.config import load_config
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "instacart.py"
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -49,10 +50,10 @@ def orders_file(path: Path, orders: list[tuple[int, int, float | None, list[int]
 
 def bags(demo, purchases, rows, history=1000, half_life=10.0):
     """{feature: [(ids, weights) of each row's bag]}"""
-    features, labels = demo.make_batch(purchases, np.asarray(rows), history, half_life, CPU)
-    assert len(labels) == len(rows)
+    batch = demo.make_batch(purchases, np.asarray(rows), history, half_life)
+    assert len(batch.labels) == len(batch.dense_features) == len(rows)
     result = {}
-    for name, feature in features.to_dict().items():
+    for name, feature in batch.sparse_features.to_dict().items():
         lengths = feature.lengths().tolist()
         ids, weights = feature.values().split(lengths), feature.weights().split(lengths)
         result[name] = [(one.tolist(), two.tolist()) for one, two in zip(ids, weights, strict=True)]
@@ -124,11 +125,11 @@ def test_baselines_know_the_training_orders_only(demo, tmp_path):
     small.reordered[:] = [0, 0, 1, 0, 1, 0, 0, 1, 0, 1]  # training: 2 of 3 for product 5, none for 6; after it reversed
     scores = demo.baselines(small)
     mean, smoothing = 2 / 6, demo.SMOOTHING
-    assert scores["constant"]["test_log_loss"] == pytest.approx(-(np.log(mean) + np.log(1 - mean)) / 2)
+    assert scores["constant"]["log_loss"] == pytest.approx(-(np.log(mean) + np.log(1 - mean)) / 2)
     rate = [(2 + smoothing * mean) / (3 + smoothing), smoothing * mean / (3 + smoothing)]
     expected = -(np.log(1 - rate[0]) + np.log(rate[1])) / 2
-    assert scores["product popularity"]["test_log_loss"] == pytest.approx(expected, rel=1e-6)
-    assert scores["product popularity"]["test_auc"] == 0.0
+    assert scores["product popularity"]["log_loss"] == pytest.approx(expected, rel=1e-6)
+    assert scores["product popularity"]["auc"] == 0.0
 
 
 @pytest.mark.parametrize("wrong", ["outputs", "weights", "state", "step"])
@@ -156,7 +157,9 @@ def run(config: dict, tmp_path: Path, **environment: str) -> tuple[subprocess.Co
 
 @pytest.fixture
 def config():
-    return yaml.safe_load((ROOT / "configs" / "demo.yaml").read_text())
+    content = yaml.safe_load((ROOT / "configs" / "demo.yaml").read_text())
+    content["data"]["source"] = f"{EXAMPLE}:Instacart"
+    return content
 
 
 def test_the_run_learns_and_its_replay_agrees(demo, config, tmp_path):
@@ -168,43 +171,47 @@ def test_the_run_learns_and_its_replay_agrees(demo, config, tmp_path):
     for table in report["kernels"]:  # one line each, with the reason
         assert done.stdout.count(f"table {table}: fused (FBGEMM), not fused_triton: device_type=cpu") == 1
     scores = report["scores"]
-    assert scores["constant"]["test_auc"] == 0.5
-    assert scores["this model"]["test_auc"] > scores["product popularity"]["test_auc"] + 0.05
-    assert scores["this model"]["test_log_loss"] < scores["product popularity"]["test_log_loss"]
+    assert scores["constant"]["auc"] == 0.5
+    assert scores["this model"]["auc"] > scores["product popularity"]["auc"] + 0.05
+    assert scores["this model"]["log_loss"] < scores["product popularity"]["log_loss"]
     assert len(report["replay"]) == demo.REPLAY_BATCHES
     for batch in report["replay"]:
         assert max(batch[name] for name in ("outputs", "weights", "state")) <= demo.TOLERANCE < batch["step"]
     assert "steps" in done.stdout and "step/s" in done.stderr  # the progress bar
 
 
-COMPARE = """
-import dataclasses, json, sys
-sys.path.insert(0, sys.argv[1])
-import instacart as demo
-whole = demo.load_purchases(demo.data_file(), 0.1, 0.2)
-some = demo.Purchases(**{name: values[:300] for name, values in vars(whole).items()})
-config = demo.load_config(sys.argv[2])
-config = dataclasses.replace(config, steps=3, data=dataclasses.replace(config.data, batch_size=16, history=20))
-demo.dist.init_process_group("gloo", store=demo.dist.HashStore(), rank=0, world_size=1)
-print(json.dumps(demo.compare_kernels(config, some, demo.torch.device("cpu"))))
-demo.dist.destroy_process_group()
-"""
+@pytest.fixture
+def small(demo, tmp_path):
+    """The source over the first 250 purchases, and its configuration: four steps of 16."""
+    path = tmp_path / "orders.csv"
+    path.write_text("".join(demo.data_file().read_text().splitlines(keepends=True)[:251]))
+    config = load_config(ROOT / "configs" / "demo.yaml")
+    data = dataclasses.replace(config.data, batch_size=16)
+    ab = dataclasses.replace(config.ab, warmup=1, profile_steps=1)
+    config = dataclasses.replace(config, steps=4, data=data, ab=ab)
+    return config, demo.Instacart(config, demo.Instacart.Options(history=20), path)
 
 
-def test_the_comparison_of_a_gpu_run(tmp_path):
-    """The same code on CPU tensors, a few steps of it in the interpreter."""
-    command = [sys.executable, "-c", COMPARE, str(EXAMPLE.parent), str(ROOT / "configs" / "demo.yaml")]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    report = json.loads(done.stdout.splitlines()[-1])
-    runs, scores = report["runs"], report["scores"]
-    assert report["weight_difference"] < 1e-4
-    assert runs["fused"]["train_loss"] == pytest.approx(runs["fused_triton"]["train_loss"], rel=1e-4)
-    assert scores["this model, fused"]["test_log_loss"] == pytest.approx(
-        scores["this model, fused_triton"]["test_log_loss"], rel=1e-4
-    )
-    assert min(run["step_ms"] for run in runs.values()) > 0
+def test_the_comparison_of_a_gpu_run(demo, small, capsys):
+    """The same code on CPU tensors, in the interpreter."""
+    config, source = small
+    with demo.place() as here:
+        report = demo.compare_kernels(config, here, source)
+    assert report["arms"]["B"]["kernels"] == ["fused_triton"] and report["arms"]["A"]["kernels"] == ["fused"]
+    assert report["loss_difference"] < 1e-4
+    assert max(table["weight_difference"]["share"] for table in report["tables"]) < 1e-4
+    shown = capsys.readouterr().out
+    assert "PASS" in shown and "this model, B" in shown and "product popularity" in shown
+
+
+def test_ranks_divide_a_batch_among_themselves(demo, small):
+    _, source = small
+    alone = next(source.training(0, 1, batch_size=32)).sparse_features["product"].values()
+    shared = [next(source.training(rank, 2)).sparse_features["product"].values() for rank in range(2)]
+    assert alone.tolist() == [product for part in shared for product in part.tolist()]
+    held_out = [sum(len(batch.labels) for batch in source.evaluation(rank, 3)) for rank in range(3)]
+    test = (source.purchases.split == demo.TEST).sum()
+    assert len(set(held_out)) == 1 and test - 3 < sum(held_out) <= test
 
 
 def test_a_configuration_that_does_not_fit_the_data_is_refused(config, tmp_path):

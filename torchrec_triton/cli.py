@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -175,8 +176,9 @@ def _bench(options: argparse.Namespace) -> int:
 
 
 def _train(options: argparse.Namespace) -> int:
-    from torchrec_triton.ab.run import run
+    from torchrec_triton.ab.run import quiet, run
 
+    quiet(int(os.environ.get("RANK", 0)))
     status: int = run(options.command, options.config, options.output, options.world_size)
     return status
 

@@ -21,9 +21,8 @@ T = TypeVar("T")
 ComputeKernel = Literal["auto", "fused", "fused_triton"]
 DataType = Literal["FP32", "FP16", "BF16"]
 Pooling = Literal["SUM", "MEAN"]
-ShardingTypeName = Literal[  # TorchRec's ShardingType
-    "data_parallel", "table_wise", "column_wise", "row_wise", "table_row_wise", "table_column_wise", "grid_shard"
-]
+# TorchRec's ShardingType but for data_parallel: the dense layers' optimizer would train such tables.
+ShardingTypeName = Literal["table_wise", "column_wise", "row_wise", "table_row_wise", "table_column_wise", "grid_shard"]
 # FBGEMM's EmbOptimType; the Triton kernels take the first two, FBGEMM's the others too.
 OptimizerName = Literal[
     "EXACT_ROWWISE_ADAGRAD",
@@ -71,7 +70,7 @@ class Table:
 
     name: unique; features: that look it up, by default one of the table's name; rows and dim: its size;
     pooling: of a bag; pooling_factor: mean lookups of a bag, for the planner and for synthetic data;
-    data_type: of the weights; sharding: the types that the planner may choose from, by default all.
+    data_type: of the weights; sharding: the types that the planner may choose from, by default all of them.
     """
 
     name: str
@@ -152,15 +151,6 @@ class Model:
     interaction: Literal["dot", "cat"] = "dot"
     hidden: tuple[Count, ...] = (64, 32)
     dense_learning_rate: NonNegative = 0.001
-
-    def __post_init__(self) -> None:
-        widths = {f"{table.name} {table.dim}": table.dim for table in self.tables}
-        widths |= {f"bottom {self.bottom[-1]}": self.bottom[-1]} if self.bottom else {}
-        if self.interaction == "dot" and len(set(widths.values())) > 1:
-            raise ConfigError(
-                f"model.interaction: dot multiplies vectors of one width, and here are {', '.join(widths)}; "
-                "make them equal or set it to cat"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import islice, pairwise
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -17,17 +17,17 @@ from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.datasets.utils import Batch
 from torchrec.distributed import DistributedModelParallel, TrainPipelineSparseDist
-from torchrec.distributed.planner import ParameterConstraints, Topology
+from torchrec.distributed.planner import Topology
 from torchrec.distributed.train_pipeline import TrainPipelineBase
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from torchrec_triton.ab.model import Recommender, fill
-from torchrec_triton.config import Config
+from torchrec_triton.config import Config, ConfigError, ShardingTypeName
 from torchrec_triton.module.sharding import TritonEmbeddingBagCollectionSharder
+from torchrec_triton.plan.configured import constraints_of
 from torchrec_triton.plan.planner import make_planner, with_compute_kernel
-from torchrec_triton.plan.reasons import FUSED, FUSED_TRITON, collection_reasons
 
 PIPELINES = {"sparse_dist": TrainPipelineSparseDist, "base": TrainPipelineBase}
 PHASES = ("input", "forward", "backward", "optimizer")
@@ -127,10 +127,10 @@ class Feed:
 
 
 class Arm:
-    """A model, its optimizers and its pipeline. kernels: table -> the compute kernel asked for; frozen: a plan in which
-    only the kernels are changed, instead of planning anew; arms: how many models share the device's memory.
+    """A model, its optimizers and its pipeline. kernels: table -> the compute kernel asked for; frozen: a plan of where
+    the tables lie, so that the planner only chooses kernels; arms: how many models share the device's memory.
 
-    plan: TorchRec's, of the collection; tables: what each table asked for, got, and why. losses: one a step, of this
+    plan: TorchRec's; tables: what each table asked for, got, and why. losses: one a step, of this
     rank. phases: a step's four times in ms (see PHASES). peak: bytes of GPU memory that this arm alone would need.
     """
 
@@ -148,14 +148,26 @@ class Arm:
         begin = here.allocated()
         self.net = Recommender(config, dense, here.device)
         sharder = TritonEmbeddingBagCollectionSharder(fused_params=config.torchrec_fused_params())
-        if frozen is None:
-            frozen = _planner(config, here, kernels, arms).collective_plan(self.net, [sharder], dist.GroupMember.WORLD)
-        else:
-            frozen = with_compute_kernel(frozen, kernels, module=self.net, sharders=[sharder])
-        self.whole_plan, self.plan = frozen, frozen.plan["embeddings"]
-        self.tables = self._tables(kernels)
+        planner = _planner(config, here, kernels, sharder, arms)
+        plan = planner.collective_plan(self.net, [sharder], dist.GroupMember.WORLD)
+        if frozen is not None:
+            got = {table: sharding.compute_kernel for table, sharding in plan.plan["embeddings"].items()}
+            plan = with_compute_kernel(frozen, got, module=self.net, sharders=[sharder])
+        self.plan = plan
+        reasons = [{table.table: list(table.reasons) for table in planner.explain()}]  # rank 0 has planned
+        dist.broadcast_object_list(reasons)
+        self.tables = {
+            table: {
+                "asked": kernels[table],
+                "kernel": sharding.compute_kernel,
+                "sharding": sharding.sharding_type,
+                "ranks": list(sharding.ranks or []),
+                "reasons": reasons[0][table],
+            }
+            for table, sharding in plan.plan["embeddings"].items()
+        }
         self.model = DistributedModelParallel(
-            self.net, ShardingEnv.from_process_group(dist.GroupMember.WORLD), here.device, frozen, sharders=[sharder]
+            self.net, ShardingEnv.from_process_group(dist.GroupMember.WORLD), here.device, plan, sharders=[sharder]
         )
         weights = self.weights()
         for table in config.model.tables:
@@ -238,27 +250,6 @@ class Arm:
         self._live += self.here.allocated() - begin
         self.peak = max(self.peak, self._live)
 
-    def _tables(self, kernels: dict[str, str]) -> dict[str, dict[str, Any]]:
-        fused_params = self.config.torchrec_fused_params()
-        why = collection_reasons(self.net.embeddings, self.plan, fused_params, self.here.device.type)
-        rows = {}
-        for table, sharding in self.plan.items():
-            asked, got, reasons = kernels[table], sharding.compute_kernel, why[table]
-            if got == FUSED_TRITON:
-                reasons = []
-            elif asked == FUSED:
-                reasons = ["the configuration asks for fused"]
-            elif not reasons:
-                reasons = ["the planner estimates it to be faster"]
-            rows[table] = {
-                "asked": asked,
-                "kernel": got,
-                "sharding": sharding.sharding_type,
-                "ranks": list(sharding.ranks or []),
-                "reasons": reasons,
-            }
-        return rows
-
 
 def shards_of(value: Tensor | ShardedTensor) -> list[tuple[Tensor, tuple[int, int]]]:
     if not isinstance(value, ShardedTensor):
@@ -266,7 +257,15 @@ def shards_of(value: Tensor | ShardedTensor) -> list[tuple[Tensor, tuple[int, in
     return [(s.tensor, (*s.metadata.shard_offsets, 0)[:2]) for s in value.local_shards()]  # type: ignore[misc]
 
 
-def _planner(config: Config, here: Place, kernels: dict[str, str], arms: int) -> Any:
+def _planner(config: Config, here: Place, kernels: dict[str, str], sharder: Any, arms: int) -> Any:
+    offered = sharder.sharding_types(here.device.type)
+    for table in config.model.tables:
+        if table.sharding and not set(table.sharding) & set(offered):
+            allowed = ", ".join(kind for kind in get_args(ShardingTypeName) if kind in offered)
+            asked = ", ".join(table.sharding)
+            raise ConfigError(
+                f"model.tables: {table.name}: sharding {asked}: on {here.device.type} TorchRec plans {allowed}"
+            )
     cuda = here.device.type == "cuda"
     memory = {"hbm_cap": torch.cuda.get_device_properties(here.device).total_memory // arms} if cuda else {}
     topology = Topology(
@@ -275,11 +274,5 @@ def _planner(config: Config, here: Place, kernels: dict[str, str], arms: int) ->
         local_world_size=min(here.local_world_size, here.world_size),
         **memory,
     )
-    constraints = {
-        table.name: ParameterConstraints(
-            sharding_types=list(table.sharding) or None,
-            pooling_factors=[table.pooling_factor] * len(table.features),
-        )
-        for table in config.model.tables
-    }
+    constraints = constraints_of(config)
     return make_planner(topology, kernels, batch_size=config.data.batch_size, constraints=constraints)

@@ -22,6 +22,7 @@ from torch.autograd import DeviceType
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.profiler import ProfilerActivity, profile
 from torchmetrics.functional.classification import binary_auroc
+from torchrec.distributed.types import ShardingPlan
 
 from torchrec_triton import __version__, _compat
 from torchrec_triton.ab.arm import PHASES, Arm, Feed, Place
@@ -53,8 +54,12 @@ def train(config: Config, here: Place, source: Source, progress: Progress) -> tu
     return arm, report
 
 
-def compare(config: Config, here: Place, source: Source, progress: Progress) -> Report:
+def compare(
+    config: Config, here: Place, source: Source, progress: Progress, plan: ShardingPlan | None = None
+) -> Report:
     """Arm A (`ab.baseline`) against arm B (the configuration as it stands), on every rank alike.
+
+    plan: where both arms' tables lie; by default the planner chooses, for A or for each arm (see `ab.plan`).
 
     Raises:
         ConfigError: too few steps are left to time.
@@ -67,8 +72,8 @@ def compare(config: Config, here: Place, source: Source, progress: Progress) -> 
             f"steps: {config.steps} steps less ab.warmup ({ab.warmup}) and ab.profile_steps ({ab.profile_steps}) leave "
             f"{max(0, last - ab.warmup)} to time; at least 2 are needed"
         )
-    a = Arm(config, here, source.dense, dict.fromkeys(config.kernels(), ab.baseline), arms=2)
-    b = Arm(config, here, source.dense, config.kernels(), a.whole_plan if ab.plan == "frozen" else None, arms=2)
+    a = Arm(config, here, source.dense, dict.fromkeys(config.kernels(), ab.baseline), plan, arms=2)
+    b = Arm(config, here, source.dense, config.kernels(), plan or (a.plan if ab.plan == "frozen" else None), arms=2)
     at_first = _differences(a.model.state_dict(), b.model.state_dict(), here)
     arms = {"A": a, "B": b}
     feed = Feed(source.training(here.rank, here.world_size), config.steps, pin=here.device.type == "cuda")
@@ -218,35 +223,42 @@ def _state(arm: Arm) -> dict[str, Any]:
 
 
 def _differences(ours: dict[str, Any], theirs: dict[str, Any], here: Place) -> dict[str, Report | None]:
-    """Name -> the largest difference over all ranks: absolute, and as a share of the largest value in either; None for
-    a state that two placements keep in different shapes (cut by columns, each cut has its own)."""
-    result: dict[str, Report | None] = {}
-    for name, value in theirs.items():
-        mine = ours[name]
-        if tuple(mine.size()) != tuple(value.size()):
-            result[name] = None
-            continue
+    """Name -> the largest difference over all ranks: absolute, and as a share of the largest value in either. None for
+    optimizer state of a table that lies in other places in the other arm: cut otherwise, it has another meaning."""
+    mine: dict[str, tuple[float, float] | None] = dict.fromkeys(ours.keys() ^ theirs.keys())
+    for name in sorted(ours.keys() & theirs.keys()):
+        pairs = _pairs(ours[name], theirs[name], here)
         worst = torch.zeros(2, dtype=torch.float64, device=here.device)
-        for x, y in _pairs(mine, value, here):
+        for x, y in pairs or ():
             for first in range(0, len(x), _CHUNK):
                 one, two = x[first : first + _CHUNK].float(), y[first : first + _CHUNK].float()
                 if one.numel():
                     found = torch.stack([(one - two).abs().max(), torch.maximum(one.abs().max(), two.abs().max())])
                     worst = torch.maximum(worst, found.double())  # unlike Python's max, keeps a NaN
-        worst = torch.where(worst.isnan(), float("inf"), worst)
-        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-        absolute, largest = worst.tolist()
+        mine[name] = None if pairs is None else tuple(worst.nan_to_num(float("inf")).tolist())
+    everywhere: list[Any] = [None] * here.world_size
+    dist.all_gather_object(everywhere, mine)  # a rank has no optimizer state for tables that it has no shard of
+    result: dict[str, Report | None] = {}
+    for name in dict.fromkeys(name for one in everywhere for name in one):
+        found = [one[name] for one in everywhere if name in one]
+        if None in found:
+            result[name] = None
+            continue
+        absolute, largest = (max(values) for values in zip(*found))
         result[name] = {"absolute": absolute, "share": absolute / largest if largest else 0.0}
     return result
 
 
-def _pairs(x: Any, y: Any, here: Place) -> list[tuple[Tensor, Tensor]]:
-    """Pieces that belong together. A table whose shards lie in other places is brought together on rank 0."""
+def _pairs(x: Any, y: Any, here: Place) -> list[tuple[Tensor, Tensor]] | None:
+    """Pieces that belong together. A table whose shards lie in other places is brought together on rank 0; None for
+    such a table's state, which not every rank knows of."""
     if not isinstance(x, ShardedTensor) or not isinstance(y, ShardedTensor):
         return [(x, y)]
     where = [[(s.shard_offsets, str(s.placement)) for s in t.metadata().shards_metadata] for t in (x, y)]
     if where[0] == where[1]:
         return [(one.tensor, two.tensor) for one, two in zip(x.local_shards(), y.local_shards())]
+    if len(x.size()) == 1:
+        return None
     whole = [torch.empty(t.size(), dtype=t.dtype, device=here.device) if here.rank == 0 else None for t in (x, y)]
     x.gather(0, whole[0])
     y.gather(0, whole[1])

@@ -7,12 +7,11 @@ from zlib import crc32
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.datasets.utils import Batch
-from torchrec.modules.embedding_configs import DataType, PoolingType
 from torchrec.modules.mlp import MLP
 
 from torchrec_triton.config import Config, ConfigError
+from torchrec_triton.plan.configured import model_of
 
 _CHUNK = 1 << 24  # elements that are filled at a time
 
@@ -30,21 +29,14 @@ class Recommender(nn.Module):
         if bool(dense) != bool(model.bottom) and (model.bottom or model.interaction == "dot"):
             need = "has none: leave it out" if model.bottom else f"has {dense}: give the widths of layers over them"
             raise ConfigError(f"model.bottom: concerns dense features, of which {config.data.source} {need}")
-        self.embeddings = EmbeddingBagCollection(
-            tables=[
-                EmbeddingBagConfig(
-                    name=table.name,
-                    num_embeddings=table.rows,
-                    embedding_dim=table.dim,
-                    feature_names=list(table.features),
-                    pooling=PoolingType[table.pooling],
-                    data_type=DataType[table.data_type],
-                )
-                for table in model.tables
-            ],
-            is_weighted=model.weighted,
-            device=torch.device("meta"),
-        )
+        widths = {f"{table.name} {table.dim}": table.dim for table in model.tables}
+        widths |= {f"bottom {model.bottom[-1]}": model.bottom[-1]} if model.bottom else {}
+        if model.interaction == "dot" and len(set(widths.values())) > 1:
+            raise ConfigError(
+                f"model.interaction: dot multiplies vectors of one width, and here are {', '.join(widths)}; "
+                "make them equal or set it to cat"
+            )
+        self.embeddings = model_of(config)["embeddings"]
         dims = {feature: table.dim for table in model.tables for feature in table.features}
         self.features, self.dot, self.dim = tuple(dims), model.interaction == "dot", model.tables[0].dim
         self.bottom = MLP(dense, list(model.bottom), device=device) if model.bottom else None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import sys
+import warnings
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -10,13 +12,27 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torchrec_triton.config import Config, ConfigError, load_config
 
 
+def quiet(rank: int) -> None:
+    """Show this package's log lines on rank 0; drop the libraries' warnings, which concern nobody who trains."""
+    warnings.simplefilter("ignore")
+    for library in ("", "torch", "torchrec"):
+        logging.getLogger(library).setLevel(logging.ERROR)
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter("  %(message)s"))
+    ours = logging.getLogger("torchrec_triton")
+    ours.setLevel(logging.ERROR if rank else logging.INFO)
+    ours.handlers, ours.propagate = [handler], False
+
+
 @record
-def run(mode: str, config_path: str, output: Path, world_size: int) -> int:
+def run(mode: str, config_path: str, output: Path, world_size: int = 0) -> int:
     """mode: "train" or "ab". The exit status: 0 pass, 1 fail, 2 a wrong command line or file.
 
     Rank 0 writes report.json to `output` (and report.md and report.html for "ab"), and prints. An error that is none of
     the user's is raised; torchrun then shows the traceback of the rank that failed first, and ends the others.
     """
+    from torchrec.distributed.planner.types import PlannerError
+
     from torchrec_triton.ab import compare, report
     from torchrec_triton.ab.arm import LaunchError, place
     from torchrec_triton.ab.sources import open_source
@@ -44,7 +60,7 @@ def run(mode: str, config_path: str, output: Path, world_size: int) -> int:
             if here.rank == 0:
                 report.write(result, output)
             say(f"reports: {output}")
-    except (ConfigError, LaunchError, UnsupportedTableError) as error:
+    except (ConfigError, LaunchError, UnsupportedTableError, PlannerError) as error:
         print(error, file=sys.stderr)
         return 2
     return 0 if mode == "train" or result["verdict"]["passed"] else 1

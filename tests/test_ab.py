@@ -1,0 +1,483 @@
+"""The A/B comparison on the CPU: arms that differ in their kernels alone, what is measured, verdict and report."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from distributed_harness import ranks
+from torch import distributed as dist
+from torchrec.distributed.sharding_plan import column_wise, construct_module_sharding_plan, row_wise, table_wise
+from torchrec.distributed.types import ShardingPlan
+
+from torchrec_triton.ab import report as reports
+from torchrec_triton.ab.arm import Arm, Feed, place
+from torchrec_triton.ab.compare import _differences, _ratio, _state, compare
+from torchrec_triton.ab.model import fill
+from torchrec_triton.ab.run import run
+from torchrec_triton.ab.sources import open_source
+from torchrec_triton.config import Config, ConfigError, Limits, build, load_config
+from torchrec_triton.plan.configured import model_of
+from torchrec_triton.plan.planner import with_compute_kernel
+from torchrec_triton.plan.reasons import UnsupportedTableError
+
+ROOT = Path(__file__).parents[1]
+TABLES = [
+    {"name": "one", "rows": 50, "dim": 8, "pooling_factor": 3},
+    {"name": "two", "rows": 7, "dim": 8, "features": ["f", "g"], "pooling": "MEAN"},
+    {"name": "three", "rows": 200, "dim": 8, "pooling_factor": 2},
+]
+TINY: dict[str, Any] = {
+    "model": {"tables": TABLES, "bottom": [8], "hidden": [8]},
+    "optimizer": {"learning_rate": 0.1},
+    "data": {"batch_size": 8, "options": {"dense": 2, "jagged": True, "evaluation_batches": 2}},
+    "steps": 12,
+    "ab": {"warmup": 2, "profile_steps": 2},
+}
+
+
+def with_changes(**changes: Any) -> dict[str, Any]:
+    """TINY with some keys replaced; `a__b` is key b under key a."""
+    content = copy.deepcopy(TINY)
+    for path, value in changes.items():
+        at, *rest = path.split("__")
+        inner = content
+        for key in rest:
+            inner, at = inner.setdefault(at, {}), key
+        inner[at] = value
+    return content
+
+
+def placed(config: Config, shardings: str) -> ShardingPlan:
+    """A plan by hand; TorchRec's planner cuts no rows on the CPU, and columns only from a width of 128."""
+    makers = {"tw": table_wise(rank=0), "tw1": table_wise(rank=1), "cw": column_wise(ranks=[0, 1]), "rw": row_wise()}
+    tables = {table.name: makers[kind] for table, kind in zip(config.model.tables, shardings.split())}
+    collection = model_of(config)["embeddings"]
+    size = dist.get_world_size()
+    plan = construct_module_sharding_plan(collection, tables, local_size=size, world_size=size, device_type="cpu")
+    return with_compute_kernel(ShardingPlan({"embeddings": plan}), "fused")
+
+
+def compared(content: dict[str, Any], shardings: str = "") -> dict[str, Any]:
+    config = build(Config, content)
+    with place() as here:
+        plan = placed(config, shardings) if shardings else None
+        return compare(config, here, open_source(config), lambda step, steps, loss: None, plan)
+
+
+@pytest.fixture(scope="module")
+def fused_report() -> dict[str, Any]:
+    """Two ranks, both arms on FBGEMM, 200 steps and more of the pipeline that overlaps batches."""
+    config = with_changes(compute_kernel="fused", steps=220)
+    mine, other = ranks(2).run(compared, config)
+    assert mine["curves"]["loss"] == other["curves"]["loss"] and mine["tables"] == other["tables"]
+    mine["verdict"] = reports.judge(mine, Limits(loss_difference=0.0, weight_difference=0.0, state_difference=0.0))
+    return mine
+
+
+def test_arms_that_are_the_same_do_the_same(fused_report):
+    """To the bit: nothing of one arm's training reaches the other, and both see the same batches."""
+    report = fused_report
+    assert report["initial_difference"] == 0 and report["loss_difference"] == 0
+    for table in report["tables"]:
+        assert table["weight_difference"]["absolute"] == table["state_difference"]["absolute"] == 0
+    assert report["arms"]["A"]["metrics"] == report["arms"]["B"]["metrics"]
+    assert report["verdict"]["passed"] and len(report["verdict"]["checks"]) == 3
+    assert "Both arms ran FBGEMM" in report["notes"][0]
+    losses = report["curves"]["loss"]["A"]
+    assert len(losses) == 220 and np.mean(losses[-20:]) < 0.95 * np.mean(losses[:20])  # it learns
+
+
+def test_what_is_measured_adds_up(fused_report):
+    arm = fused_report["arms"]["A"]
+    assert arm["step_ms"]["p50"] <= arm["step_ms"]["p90"] <= arm["step_ms"]["p99"]
+    assert min(arm["phase_ms"].values()) > 0 and sum(arm["phase_ms"].values()) < 3 * arm["step_ms"]["p90"]
+    assert arm["examples_per_second"] == pytest.approx(2 * 8 / arm["step_ms"]["mean"] * 1e3)
+    assert arm["profile"]["collective_ms"] > 0  # gloo's operations between two ranks
+    assert arm["peak_memory_mb"] is None  # a CPU
+    low, high = fused_report["ratio"]["p50"]["interval"]
+    assert low <= fused_report["ratio"]["p50"]["value"] <= high
+    assert arm["metrics"]["samples"] == 2 * 2 * 8 and arm["metrics"]["normalized_entropy"] > 0
+
+
+WEIGHTED = {"model__weighted": True, "model__tables": [TABLES[0]], "pipeline": "base", "ab__steps_a_turn": 3}
+RULES = {"rules": [{"tables": "three", "compute_kernel": "fused"}], "steps": 8}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "shardings", "changes"),
+    [(2, "rw tw1 cw", {}), (2, "rw", WEIGHTED), (4, "", RULES)],
+    ids=["row, table and column wise", "weighted, other pipeline, turns of 3", "4 ranks, kernels mixed"],
+)
+def test_triton_in_the_interpreter_trains_as_fbgemm(world_size, shardings, changes):
+    report = ranks(world_size).run(compared, with_changes(**changes), shardings)[0]
+    got = {table["name"]: (table["A"]["kernel"], table["B"]["kernel"]) for table in report["tables"]}
+    expected = {name: ("fused", "fused_triton") for name in got}
+    if "rules" in changes:
+        expected["three"] = ("fused", "fused")
+    assert got == expected
+    assert not any(table["moved"] for table in report["tables"])
+    assert report["initial_difference"] == 0
+    # Adam's first steps blow a difference in the last bit up; a wrong update would show in the first digits.
+    assert 0 <= report["loss_difference"] < 1e-3
+    for table in report["tables"]:
+        assert table["weight_difference"]["share"] < 1e-3 and table["state_difference"]["share"] < 1e-3
+    assert "interpreter" in report["notes"][0]
+
+
+def test_the_comparison_would_notice(monkeypatch):
+    """A learning rate one per cent too large in one arm is far outside what the test above allows."""
+    config = build(Config, with_changes(compute_kernel="fused"))
+    original = Arm.advance
+
+    def advance(self: Arm, batches: Any, steps: int) -> None:
+        if self is arms[1]:
+            self.model.fused_optimizer.param_groups[0]["lr"] = 0.101
+        original(self, batches, steps)
+
+    arms: list[Arm] = []
+    construct = Arm.__init__
+    monkeypatch.setattr(Arm, "__init__", lambda self, *args, **kw: (arms.append(self), construct(self, *args, **kw))[1])
+    monkeypatch.setattr(Arm, "advance", advance)
+    with place() as here:
+        report = compare(config, here, open_source(config), lambda *_: None)
+    assert max(table["weight_difference"]["share"] for table in report["tables"]) > 2e-3
+    assert not reports.judge(report, Limits(weight_difference=1e-3))["passed"]
+
+
+def two_placements(content: dict[str, Any], *shardings: str) -> list[dict[str, Any]]:
+    config = build(Config, content)
+    with place() as here:
+        arms = [Arm(config, here, 2, config.kernels(), placed(config, one)) for one in shardings]
+        same = _differences(arms[0].model.state_dict(), arms[1].model.state_dict(), here)
+        state = _differences(_state(arms[0]), _state(arms[1]), here)
+        for weight, (row, _) in arms[1].weights()["embeddings.embedding_bags.one.weight"]:
+            if row == 0:
+                weight[0, 0] += 0.5
+        return [same, state, _differences(arms[0].model.state_dict(), arms[1].model.state_dict(), here)]
+
+
+def test_weights_start_alike_wherever_they_lie():
+    """Tables that the planner put elsewhere for the other arm are still the same tables, and are compared."""
+    config = with_changes(compute_kernel="fused")
+    same, state, changed = ranks(2).run(two_placements, config, "rw tw cw", "tw1 rw rw")[0]
+    assert {d["absolute"] for d in same.values()} == {0.0}
+    assert set(state.values()) == {None}
+    assert changed["embeddings.embedding_bags.one.weight"]["absolute"] == pytest.approx(0.5, rel=1e-6)
+
+
+def test_tables_of_several_widths():
+    tables = [{**table, "dim": dim} for table, dim in zip(TABLES, (4, 8, 16))]
+    config = build(Config, with_changes(model__tables=tables, model__interaction="cat", compute_kernel="fused"))
+    with place() as here:
+        assert compare(config, here, open_source(config), lambda *_: None)["loss_difference"] == 0
+
+
+def test_replan_lets_the_planner_choose():
+    config = build(Config, with_changes(ab__plan="replan", compute_kernel="fused"))
+    with place() as here:
+        report = compare(config, here, open_source(config), lambda *_: None)
+    report["verdict"] = reports.judge(report, config.ab.limits)
+    assert report["loss_difference"] == 0
+    assert "the planner chose for each arm; moved: nothing" in reports.markdown(report)
+
+
+def test_initial_weights_do_not_depend_on_how_they_are_cut():
+    whole = torch.empty(100, 12)
+    fill(whole, "t", 3, 0.5, 0, 0, 12)
+    part = torch.empty(40, 4)
+    fill(part, "t", 3, 0.5, 30, 8, 12)
+    assert torch.equal(part, whole[30:70, 8:])
+    for name, seed in (("u", 3), ("t", 4)):
+        other = torch.empty(100, 12)
+        fill(other, name, seed, 0.5, 0, 0, 12)
+        assert (other == whole).float().mean() < 0.01
+    large = torch.empty(5000, 12)
+    fill(large, "t", 0, 1.0, 0, 0, 12)
+    # Uniform on [-1, 1): variance 1/3, and neighbours know nothing of each other; 60,000 draws leave 0.4 % of noise.
+    assert abs(large.mean()) < 0.02 and abs(large.var() - 1 / 3) < 0.01
+    assert abs((large[:, 1:] * large[:, :-1]).mean()) < 0.02 and abs((large[1:] * large[:-1]).mean()) < 0.02
+
+
+def test_a_feed_makes_each_batch_once_for_all_readers():
+    made = []
+
+    def batches():
+        for number in range(100):
+            made.append(number)
+            yield number
+
+    feed = Feed(batches(), 5, pin=False)
+    one, two = feed.reader(), feed.reader()
+    feed.prepare(3)
+    assert made == [0, 1, 2]
+    assert list(islice(one, 2)) == [0, 1] and made == [0, 1, 2]
+    assert list(two) == [0, 1, 2, 3, 4] and list(one) == [2, 3, 4]
+    feed.prepare(9)
+    assert made == [0, 1, 2, 3, 4] and len(feed._held) <= 1
+
+
+def test_the_interval_of_a_ratio():
+    random = np.random.default_rng(1)
+    drift = 1 + np.linspace(0, 1, 400)  # of the machine, which meets both arms
+    one, two = (drift * random.normal(10, 0.3, 400) for _ in range(2))
+    same, twice = _ratio(one, two, 50), _ratio(2 * one, two, 50)
+    assert same["interval"][0] < 1 < same["interval"][1] and same["interval"][1] - same["interval"][0] < 0.05
+    assert twice["interval"][0] < 2 < twice["interval"][1]
+    assert _ratio(one, two, 50) == same
+
+
+# --- sources ----------------------------------------------------------------------------------------------------------
+
+
+def test_synthetic_batches_are_repeatable_and_differ_by_rank():
+    config = build(Config, with_changes(data__options={"dense": 2, "zipf": 1.2}))
+    source = open_source(config)
+    first, again, other = (next(source.training(rank, 2)) for rank in (0, 0, 1))
+    assert torch.equal(first.sparse_features.values(), again.sparse_features.values())
+    assert not torch.equal(first.dense_features, other.dense_features)
+    assert first.sparse_features.keys() == ["one", "f", "g", "three"]
+    assert first.sparse_features.lengths().tolist() == [3] * 8 + [1] * 16 + [2] * 8
+    held_out = next(source.evaluation(0, 2))
+    assert not torch.equal(first.dense_features, held_out.dense_features)
+
+
+def test_synthetic_ids_follow_their_law():
+    table = [{"name": "t", "rows": 1000, "dim": 4, "pooling_factor": 20}]
+    shares = []
+    for zipf in (0, 1.0, 1.05):
+        options = {"zipf": zipf, "dense": 0}
+        config = build(Config, {"model": {"tables": table}, "data": {"batch_size": 500, "options": options}})
+        ids = next(open_source(config).training(0, 1)).sparse_features.values()
+        assert ids.min() >= 0 and ids.max() < 1000
+        shares.append(torch.bincount(ids, minlength=1000).max().item() / len(ids))
+    # Of 1000 rows the hottest has 1/1000 of uniform ids, and ln(2) / ln(1001) = 10 % under the continuous law of 1.
+    assert shares[0] < 0.005 and shares[1] == pytest.approx(0.10, abs=0.02) and shares[2] > shares[1]
+
+
+def test_batches_repeat_if_asked_to():
+    config = build(Config, with_changes(data__options={"dense": 2, "distinct_batches": 3}))
+    batches = list(islice(open_source(config).training(0, 1), 7))
+    assert batches[0] is batches[3] is batches[6] and batches[1] is not batches[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"data__options": {"zipff": 1}}, ["data.options.zipff", "did you mean zipf?", "jagged"]),
+        ({"data__source": "sintetic"}, ["data.source", "'sintetic'", "synthetic", "FILE.py:CLASS"]),
+        ({"data__source": "/nowhere/data.py:Mine"}, ["data.source", "no file /nowhere/data.py"]),
+        ({"data__source": f"{__file__}:Mine"}, ["data.source", "test_ab.py", "no class 'Mine'"]),
+    ],
+)
+def test_a_wrong_source_is_told(changes, parts):
+    content = with_changes(**changes)
+    with pytest.raises(ConfigError) as told:
+        open_source(build(Config, content))
+    for part in parts:
+        assert part in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"model__bottom": []}, ["model.bottom", "has 2"]),
+        ({"model__bottom": [4]}, ["model.interaction", "one 8", "bottom 4", "cat"]),
+        ({"data__options": {"dense": 0}}, ["model.bottom", "has none"]),
+        (
+            {"model__tables": [{**TABLES[0], "sharding": ["row_wise"]}]},
+            ["one: sharding row_wise", "on cpu", "table_wise, column_wise"],
+        ),
+        ({"steps": 5}, ["5 steps", "ab.warmup (2)", "leave 1"]),
+    ],
+)
+def test_a_wrong_run_is_told(changes, parts):
+    config = build(Config, with_changes(compute_kernel="fused", **changes))
+    with place() as here, pytest.raises(ConfigError) as told:
+        compare(config, here, open_source(config), lambda *_: None)
+    for part in parts:
+        assert part in str(told.value)
+
+
+# --- verdict and report -----------------------------------------------------------------------------------------------
+
+
+def changed(report: dict[str, Any], **values: Any) -> dict[str, Any]:
+    report = copy.deepcopy(report)
+    report.update(values)
+    return report
+
+
+def test_each_limit_can_fail(fused_report):
+    good = changed(fused_report, ratio={"p50": {"value": 1.3, "interval": [1.2, 1.4]}})
+    worse = copy.deepcopy(good)
+    worse["loss_difference"] = 0.2
+    worse["arms"]["B"]["metrics"]["auc"] += 0.1
+    for key in ("weight_difference", "state_difference"):
+        worse["tables"][1][key] = {"absolute": 1.0, "share": 0.5}
+    worse["ratio"]["p50"]["interval"][0] = 0.8
+    for arm, peak in (("A", 100.0), ("B", 150.0)):
+        for one in (good, worse):
+            one["arms"][arm]["peak_memory_mb"] = [90.0, peak if one is worse else 100.0]
+    limits = {
+        "loss_difference": 0.1,
+        "metric_difference": 0.05,
+        "weight_difference": 0.4,
+        "state_difference": 0.4,
+        "speed_ratio": 1.1,
+        "memory_ratio": 1.2,
+    }
+    for name, limit in limits.items():
+        only = Limits(**{name: limit})
+        assert reports.judge(good, only)["passed"], name
+        verdict = reports.judge(worse, only)
+        assert not verdict["passed"] and verdict["line"].startswith("FAIL: ") and name in verdict["line"]
+    assert reports.judge(worse, Limits())["passed"]  # no limits
+
+
+def test_a_loss_that_is_no_number_fails_unasked(fused_report):
+    verdict = reports.judge(changed(fused_report, loss_difference=math.inf), Limits())
+    assert not verdict["passed"] and "loss_difference inf" in verdict["line"]
+
+
+def test_what_was_not_measured_is_said(fused_report):
+    verdict = reports.judge(fused_report, Limits(memory_ratio=1.1))
+    assert verdict["passed"] and "not measured here: memory_ratio" in verdict["line"]
+    assert verdict["checks"][0]["passed"] is None
+
+
+class Page(HTMLParser):
+    """Balanced tags, no reference to anything outside, and the text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.outside: list[str] = []
+        self.counts: dict[str, int] = {}
+        self.text = ""
+
+    def handle_starttag(self, tag, attributes):
+        self.counts[tag] = self.counts.get(tag, 0) + 1
+        self.outside += [value for name, value in attributes if name in ("src", "href", "xlink:href", "data")]
+        if tag not in ("meta", "link", "img", "br"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.counts[tag] = self.counts.get(tag, 0) + 1
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def test_the_reports_are_complete_and_stand_alone(fused_report, tmp_path):
+    report = changed(fused_report)
+    report["config"]["model"]["tables"][0]["name"] = "<b>"  # text of the user's is text
+    report["tables"][0]["name"] = "<b>"
+    reports.write(report, tmp_path / "new" / "folder")
+    folder = tmp_path / "new" / "folder"
+    loaded = json.loads((folder / "report.json").read_text(), parse_constant=pytest.fail)
+    assert loaded["curves"] == fused_report["curves"] and loaded["config"]["ab"]["limits"]["loss_difference"] == "inf"
+    text = (folder / "report.md").read_text()
+    page = Page()
+    source = (folder / "report.html").read_text()
+    page.feed(source)
+    assert page.open == [] and page.outside == [] and not re.search(r"url\(|@import|https?://", source)
+    assert page.counts["svg"] == 6
+    for part in (
+        "P99",
+        "forward",
+        "backward",
+        "collectives",
+        "examples a second",
+        "AUC",
+        "<b>",
+        "two",
+        "three",
+        "fused",
+    ):
+        assert part in text and part in page.text, part
+    assert report["verdict"]["line"] in text and report["verdict"]["line"] in page.text
+    assert "nan" not in source.replace("nanosecond", "").lower()
+
+
+# --- command ----------------------------------------------------------------------------------------------------------
+
+
+def command(
+    tmp_path: Path, content: dict[str, Any], *more: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(content))
+    arguments = ["ab", "--config", str(path), "--output", str(tmp_path / "out")]
+    clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return subprocess.run(
+        [sys.executable, "-m", "torchrec_triton.cli", *arguments],
+        env={**clean, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_the_command_passes_and_fails(tmp_path):
+    done = command(tmp_path, with_changes(steps=30))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-2].startswith("PASS: ")
+    assert "table one: fused (FBGEMM), not fused_triton: device_type=cpu" in done.stdout
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["report.html", "report.json", "report.md"]
+    assert "FBGEMM's CPU kernels" in (tmp_path / "out" / "report.html").read_text().replace("&#x27;", "'")
+    done = command(tmp_path, with_changes(steps=30, ab__limits={"speed_ratio": 50}))
+    assert done.returncode == 1 and "FAIL: speed_ratio" in done.stdout and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("changes", "world_size", "environment", "parts"),
+    [
+        ({"stepz": 1}, 0, {}, ["stepz", "did you mean steps?"]),
+        ({"compute_kernel": "fused_triton"}, 0, {"TRITON_INTERPRET": "0"}, ["table one", "device_type=cpu"]),
+        ({}, 2, {}, ["2 processes were asked for", "started 1"]),
+        ({}, 0, {"RANK": "0", "WORLD_SIZE": "2"}, ["RANK is set", "LOCAL_RANK, MASTER_ADDR", "torchrun"]),
+    ],
+)
+def test_a_wrong_start_is_told(tmp_path, monkeypatch, capsys, changes, world_size, environment, parts):
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(with_changes(**changes)))
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert run("ab", str(path), tmp_path / "out", world_size) == 2
+    told = capsys.readouterr().err
+    for part in parts:
+        assert part in told, told
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_demos_comparison_is_of_the_demos_run():
+    one, two = (load_config(ROOT / "configs" / name) for name in ("demo.yaml", "ab_demo.yaml"))
+    assert (one.model, one.data, one.optimizer, one.steps, one.seed) == (
+        two.model,
+        two.data,
+        two.optimizer,
+        two.steps,
+        two.seed,
+    )
+
+
+def test_an_unsupported_table_is_refused_before_training():
+    config = build(Config, with_changes(compute_kernel="fused_triton", fused_params={"max_norm": 1.0}))
+    with place() as here, pytest.raises(UnsupportedTableError, match="table one: max_norm"):
+        compare(config, here, open_source(config), lambda *_: None)
