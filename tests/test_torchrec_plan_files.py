@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +192,20 @@ def test_plan_prints_and_writes(config: str, rates: str, tmp_path: Path, capsys:
         "item": "fused",
     }
     assert plan["user"].ranks == [0, 1, 2, 3]
+
+
+def test_plan_needs_no_triton_and_no_gpu(config: str, rates: str) -> None:
+    code = f"""
+import sys
+sys.modules["triton"] = None
+from torchrec_triton.cli import main
+assert main(["plan", "--config", {config!r}, "--world-size", "8", "--rates", {rates!r}]) == 0
+assert not [name for name in sys.modules if name.startswith(("torchrec_triton.kernels", "torchrec_triton.module"))]
+"""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert columns(done.stdout, "user")[3] == "fused_triton" and not done.stderr
 
 
 def test_explain_ends_with_the_plan(config: str, rates: str, capsys: Any) -> None:
