@@ -1,0 +1,105 @@
+"""TorchX components: what they launch, and jobs of two processes on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import yaml
+from test_ab import with_changes
+
+pytest.importorskip("torchx", reason="a GPU host may carry the GPU tests only")
+
+from torchx.runner import get_runner
+from torchx.specs.finder import get_component
+
+ROOT = Path(__file__).parents[1]
+FILE = ROOT / "torchrec_triton" / "components.py"
+
+
+def launched(name: str, *arguments: str, **keywords: object) -> str:
+    """The command line of the job's one role."""
+    (role,) = get_component(f"{FILE}:{name}").fn(*arguments, **keywords).roles
+    return role.args[-1]
+
+
+@pytest.mark.parametrize("name", ["train", "ab"])
+def test_a_component_starts_its_command_with_torchrun(name):
+    line = launched(name, "--config", "c.yaml", "--output", "out", j="2x4")
+    assert line.startswith("torchrun ") and "--nnodes 2 " in line and "--nproc_per_node 4 " in line
+    assert line.endswith(f"-m torchrec_triton.cli {name} --config c.yaml --output out --world-size 8")
+    # Who gives the number has the last word: then a .torchxconfig that overrides -j is noticed.
+    assert launched(name, "--world-size", "2", j="1x4").endswith(f"{name} --world-size 2")
+
+
+def test_resources_and_environment():
+    component = get_component(f"{FILE}:ab")
+    (role,) = component.fn(j="1x4", env={"TRITON_INTERPRET": "1"}, image="registry/image:1").roles
+    assert (role.resource.gpu, role.num_replicas, role.image) == (4, 1, "registry/image:1")
+    assert role.env["TRITON_INTERPRET"] == "1"
+    (role,) = component.fn(j="2x4", gpu=0).roles
+    assert (role.resource.gpu, role.num_replicas) == (0, 2)
+
+
+@pytest.mark.parametrize("j", ["2", "0x2", "x2", "1:2x4", "2x"])
+def test_a_shape_that_could_be_read_in_two_ways_is_refused(j):
+    with pytest.raises(ValueError, match=f"-j {j}: .* 1x2"):
+        launched("ab", j=j)
+
+
+@pytest.mark.parametrize("scheduler", ["local_cwd", "slurm", "lsf"])
+def test_schedulers_take_the_job(scheduler):
+    with get_runner("test") as runner:
+        job = runner.dryrun_component(f"{FILE}:ab", ["-j", "1x2", "--", "--config", "c.yaml"], scheduler, {})
+    assert "torchrec_triton.cli" in str(job) and "--nproc_per_node 2" in str(job)
+
+
+def torchx(tmp_path: Path, name: str, content: dict, output: Path) -> subprocess.CompletedProcess[str]:
+    """A job of two processes; torchrun has to be on PATH."""
+    config = tmp_path / "run.yaml"
+    config.write_text(yaml.safe_dump(content))
+    bin_folder = str(Path(sys.executable).parent)
+    own = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    environment = {name: value for name, value in os.environ.items() if name not in own}
+    environment |= {"PATH": f"{bin_folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0"}
+    logs = f"log_dir={tmp_path / 'logs'}"
+    command = ["torchx", "run", "-s", "local_cwd", "-cfg", logs, f"{FILE}:{name}", "-j", "1x2", "--gpu", "0"]
+    command += ["--", "--config", str(config), "--output", str(output)]
+    environment["CUDA_VISIBLE_DEVICES"] = ""
+    return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+
+
+def test_two_processes_compare_and_rank_0_reports(tmp_path):
+    done = torchx(tmp_path, "ab", with_changes(compute_kernel="fused", steps=30), tmp_path / "out")
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["world_size"] == 2 and report["verdict"]["passed"]
+    assert (done.stdout + done.stderr).count("PASS: ") == 1
+
+
+FAILING = """
+    from torchrec_triton.ab.sources import Synthetic
+
+
+    class Failing(Synthetic):
+        def training(self, rank, world_size):
+            for number, batch in enumerate(super().training(rank, world_size)):
+                if rank == 1 and number == 5:
+                    raise OSError("the disk of rank 1 is full")
+                yield batch
+"""
+
+
+def test_a_failing_rank_fails_the_job_and_shows_its_traceback(tmp_path):
+    (tmp_path / "failing.py").write_text(textwrap.dedent(FAILING))
+    content = with_changes(compute_kernel="fused", data__source="failing.py:Failing")
+    done = torchx(tmp_path, "train", content, tmp_path / "out")
+    shown = done.stdout + done.stderr
+    assert done.returncode != 0
+    assert "OSError: the disk of rank 1 is full" in shown and "in training" in shown
+    assert not (tmp_path / "out").exists()
