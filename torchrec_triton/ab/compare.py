@@ -32,7 +32,7 @@ from torchrec_triton.config import Config, ConfigError
 PERCENTILES = (50, 90, 99)
 RESAMPLES = 2000
 _AHEAD = 2  # batches that a pipeline reads beyond the one it trains on
-_CHUNK = 1 << 22  # rows that are compared at a time
+_CHUNK = 1 << 20  # rows that are compared at a time
 Report = dict[str, Any]
 Progress = Callable[[int, int, float], None]
 
