@@ -428,21 +428,29 @@ def command(
     clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     return subprocess.run(
         [sys.executable, "-m", "torchrec_triton.cli", *arguments],
-        env={**clean, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"},
+        env={
+            **clean,
+            "PYTHONPATH": str(ROOT),
+            "CUDA_VISIBLE_DEVICES": "",
+            "TRITON_INTERPRET": "0",
+            "OMP_NUM_THREADS": "1",
+        },
         capture_output=True,
         text=True,
     )
 
 
-def test_the_command_passes_and_fails(tmp_path):
+def test_the_command_passes_and_fails(tmp_path, capsys):
     done = command(tmp_path, with_changes(steps=30))
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-2].startswith("PASS: ")
     assert "table one: fused (FBGEMM), not fused_triton: device_type=cpu" in done.stdout
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["report.html", "report.json", "report.md"]
     assert "FBGEMM's CPU kernels" in (tmp_path / "out" / "report.html").read_text().replace("&#x27;", "'")
-    done = command(tmp_path, with_changes(steps=30, ab__limits={"speed_ratio": 50}))
-    assert done.returncode == 1 and "FAIL: speed_ratio" in done.stdout and "Traceback" not in done.stderr
+    strict = with_changes(compute_kernel="fused", ab__limits={"speed_ratio": 50})
+    (tmp_path / "strict.yaml").write_text(yaml.safe_dump(strict))
+    assert run("ab", str(tmp_path / "strict.yaml"), tmp_path / "strict") == 1
+    assert "FAIL: speed_ratio" in capsys.readouterr().out and (tmp_path / "strict" / "report.html").exists()
 
 
 @pytest.mark.parametrize(

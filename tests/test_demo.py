@@ -148,7 +148,7 @@ def run(config: dict, tmp_path: Path, **environment: str) -> tuple[subprocess.Co
     inherited = {name: value for name, value in os.environ.items() if name != "WORLD_SIZE"}
     done = subprocess.run(
         [sys.executable, str(EXAMPLE), "--config", str(path), "--report", str(report)],
-        env={**inherited, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", **environment},
+        env={**inherited, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **environment},
         capture_output=True,
         text=True,
     )
