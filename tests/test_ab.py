@@ -489,3 +489,39 @@ def test_an_unsupported_table_is_refused_before_training():
     config = build(Config, with_changes(compute_kernel="fused_triton", fused_params={"max_norm": 1.0}))
     with place() as here, pytest.raises(UnsupportedTableError, match="table one: max_norm"):
         compare(config, here, open_source(config), lambda *_: None)
+
+
+# --- on GPUs ----------------------------------------------------------------------------------------------------------
+
+
+def check_gpu_report(report: dict[str, Any]) -> None:
+    assert {table["B"]["kernel"] for table in report["tables"]} == {"fused_triton"}
+    assert report["initial_difference"] == 0 and 0 <= report["loss_difference"] < 1e-3
+    for arm in report["arms"].values():
+        assert min(arm["phase_ms"].values()) > 0 and min(arm["peak_memory_mb"]) > 0
+        assert arm["profile"]["gpu_ms"] > 0
+    # The tables are all but nothing here, and the rest of both arms is the same.
+    peaks = [max(report["arms"][arm]["peak_memory_mb"]) for arm in "AB"]
+    assert peaks[1] < 2 * peaks[0] and peaks[0] < 2 * peaks[1]
+
+
+@pytest.mark.gpu
+def test_one_gpu():
+    check_gpu_report(compared(with_changes(compute_kernel="fused_triton", steps=40)))
+
+
+@pytest.mark.gpu
+def test_memory_of_an_arm_is_its_own():
+    """Two arms alike need alike, and each no less than its table."""
+    tables = [{"name": "large", "rows": 100_000, "dim": 64}]
+    report = compared(with_changes(model__tables=tables, compute_kernel="fused", model__interaction="cat"))
+    peaks = [report["arms"][arm]["peak_memory_mb"][0] for arm in "AB"]
+    assert min(peaks) > 100_000 * 65 * 4 / 1e6 and max(peaks) < 1.1 * min(peaks)
+
+
+@pytest.mark.gpu
+@pytest.mark.multigpu
+def test_two_gpus():
+    mine, other = ranks(2, "nccl").run(compared, with_changes(compute_kernel="fused_triton", steps=40))
+    check_gpu_report(mine)
+    assert mine["curves"]["loss"] == other["curves"]["loss"] and mine["arms"]["A"]["profile"]["collective_ms"] > 0

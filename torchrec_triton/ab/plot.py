@@ -57,9 +57,10 @@ def bars(names: Sequence[str], parts: Mapping[str, Sequence[float]], unit: str) 
         shapes.append(f'<text x="{_LEFT + 6}" y="{top + height * 0.42:.1f}" text-anchor="end">{escape(part)}</text>')
         for at, value in enumerate(values):
             y, wide = top + at * height * 0.36, (WIDTH - 220) * value / largest
+            said = f"{value:,.{1 if value >= 100 else 3}f} {escape(unit)}"
             shapes.append(
                 f'<rect class="{"ab"[at]}" x="{_LEFT + 12}" y="{y:.1f}" width="{wide:.1f}" height="{height / 3:.1f}"/>'
-                f'<text x="{_LEFT + 18 + wide:.1f}" y="{y + height * 0.26:.1f}">{value:.3g} {escape(unit)}</text>'
+                f'<text x="{_LEFT + 18 + wide:.1f}" y="{y + height * 0.26:.1f}">{said}</text>'
             )
     return _svg(names, shapes)
 
@@ -119,7 +120,8 @@ def _axes(
         return HEIGHT - _BOTTOM - (y - y_low) / (y_high - y_low) * (HEIGHT - _TOP - _BOTTOM)
 
     shapes = []
-    y_ticks = [t for t in _ticks(y_low, y_high) if not log or t == int(t)] or [y_low + pad, y_high - pad]
+    y_ticks = [tick for tick in _ticks(y_low, y_high) if not log or tick == int(tick)]
+    y_ticks = y_ticks if len(y_ticks) > 1 else [y_low + pad, y_high - pad]
     for tick in y_ticks:
         said = f"{10**tick:.0e}" if log else _say(tick, y_ticks)
         shapes.append(
@@ -134,8 +136,10 @@ def _axes(
     shapes.append(f'<text x="{WIDTH - _RIGHT}" y="{HEIGHT - 8}" text-anchor="end">{escape(x_label)}</text>')
     shapes.append(f'<text x="8" y="14">{escape(y_label)}</text>')
     for at, x, y, wide, alpha in lines:
-        path = "".join(f"{'L' if i else 'M'}{px(a):.1f} {py(b):.1f}" for i, (a, b) in enumerate(zip(x, y)))
-        shapes.append(f'<path class="{"ab"[at]}" stroke-width="{wide}" stroke-opacity="{alpha}" d="{path}"/>')
+        # A difference of 0 has no logarithm: points, which do not pretend to know what is between them.
+        points = [f"{px(a):.1f} {py(b):.1f}" for a, b in zip(x, y)]
+        path = "".join(f"M{point}h0" for point in points) if log else "M" + "L".join(points)
+        shapes.append(f'<path class="{"ab"[at]}" stroke-width="{wide + 3 * log}" stroke-opacity="{alpha}" d="{path}"/>')
     return _svg(names, shapes)
 
 

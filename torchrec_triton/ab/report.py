@@ -221,7 +221,7 @@ def page(report: Report) -> str:
     phases = {phase: [report["arms"][arm]["phase_ms"][phase] for arm in "AB"] for phase in PHASES}
     plots = [
         ("Training loss", curves(names, [loss["A"], loss["B"]], "step", "log loss", smooth=True)),
-        ("Difference of the losses", curves(["|A - B|"], apart, "step", "log loss", log=True)),
+        ("Difference of the losses", curves(["|A - B| where it is not 0"], apart, "step", "log loss", log=True)),
         ("Step time", distribution(names, timed, "ms", "share of the steps that took no longer")),
         ("Step time along the run", curves(names, timed, "timed step", "ms", first=first)),
         ("Where a step's time goes (medians)", bars(names, phases, "ms")),
@@ -291,7 +291,7 @@ figure { margin: 0; background: var(--card); border-radius: 6px; padding: .7rem;
 svg { width: 100%; height: auto; display: block; } svg text { fill: var(--soft); font: 12px system-ui, sans-serif; }
 svg .grid { stroke: var(--line); } svg .a { stroke: var(--a); } svg .b { stroke: var(--b); }
 svg rect.a, svg .key.a { fill: var(--a); } svg rect.b, svg .key.b, svg circle.b { fill: var(--b); }
-svg path { fill: none; }
+svg path { fill: none; stroke-linecap: round; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: .9rem; min-width: 60%; }
 th, td { text-align: left; padding: .3rem 1.4rem .3rem 0; border-bottom: 1px solid var(--line); vertical-align: top; }
 th { color: var(--soft); font-weight: 600; }

@@ -13,14 +13,14 @@ from torchrec_triton.config import Config, ConfigError, load_config
 
 
 def quiet(rank: int) -> None:
-    """Show this package's log lines on rank 0; drop the libraries' warnings, which concern nobody who trains."""
+    """Show this package's warnings on rank 0; drop those of the libraries, which concern nobody who trains."""
     warnings.simplefilter("ignore")
     for library in ("", "torch", "torchrec"):
         logging.getLogger(library).setLevel(logging.ERROR)
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter("  %(message)s"))
     ours = logging.getLogger("torchrec_triton")
-    ours.setLevel(logging.ERROR if rank else logging.INFO)
+    ours.setLevel(logging.ERROR if rank else logging.WARNING)
     ours.handlers, ours.propagate = [handler], False
 
 
