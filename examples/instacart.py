@@ -38,7 +38,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor
 from torchmetrics.functional.classification import binary_auroc
@@ -48,7 +47,7 @@ from tqdm import tqdm
 
 from torchrec_triton.ab.arm import Arm, Place, place
 from torchrec_triton.ab.compare import Progress, compare, train
-from torchrec_triton.ab.report import judge, text
+from torchrec_triton.ab.report import judge, plain, text
 from torchrec_triton.ab.run import quiet
 from torchrec_triton.ab.sources import open_source
 from torchrec_triton.config import Config, ConfigError, Count, NonNegative, Share, load_config
@@ -244,10 +243,7 @@ def replay(config: Config, here: Place, source: Instacart, checkpoint: str) -> l
     arms = []
     for kernel in KERNELS:
         arm = Arm(config, here, source.dense, dict.fromkeys(config.kernels(), kernel))
-        state = arm.checkpoint()
-        dcp.load(state, checkpoint_id=checkpoint)
-        arm.model.load_state_dict(state["model"])
-        arm.model.fused_optimizer.load_state_dict(state["optimizer"])
+        arm.load(Path(checkpoint))
         arms.append(arm)
     fused, triton = arms
     batches = list(islice(source.training(0, 1, REPLAY_BATCH_SIZE, config.seed + 1), REPLAY_BATCHES))
@@ -301,7 +297,7 @@ def main() -> None:
     except ConfigError as error:
         sys.exit(str(error))
     if arguments.report:
-        arguments.report.write_text(json.dumps(report, indent=2) + "\n")
+        arguments.report.write_text(json.dumps(plain(report), indent=2) + "\n")
 
 
 def describe(purchases: Purchases) -> None:
@@ -319,13 +315,12 @@ def run_on_cpu(config: Config, here: Place, source: Instacart, config_path: str)
     say(f"\nTraining {config.steps} steps of {config.data.batch_size} purchases (no GPU)")
     with progress_bar("train", config) as bar:
         arm, trained = train(config, here, source, bar)
-    measured = trained["arms"]["B"]
-    say(f"  {measured['step_ms']['p50']:.1f} ms a step (forward, backward and update)")
-    scores = {**baselines(source.purchases), "this model": measured["metrics"]}
+    say(f"  {trained['step_ms']['p50']:.1f} ms a step (forward, backward and update)")
+    scores = {**baselines(source.purchases), "this model": trained["metrics"]}
     print_scores(scores)
     say("\nReplay of real batches from the trained weights and state: `fused` beside `fused_triton` (interpreter)")
     with tempfile.TemporaryDirectory() as checkpoint:
-        dcp.save(arm.checkpoint(), checkpoint_id=checkpoint)
+        arm.save(Path(checkpoint))
         command = [sys.executable, __file__, "--config", config_path, "--replay", checkpoint]
         done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, stdout=subprocess.PIPE, text=True)
     if done.returncode:
@@ -333,7 +328,7 @@ def run_on_cpu(config: Config, here: Place, source: Instacart, config_path: str)
     replayed = json.loads(done.stdout.splitlines()[-1])
     print_replay(replayed)
     kernels = {table: got["kernel"] for table, got in arm.tables.items()}
-    return {"kernels": kernels, "trained": measured, "scores": scores, "replay": replayed}
+    return {"kernels": kernels, "trained": trained, "scores": scores, "replay": replayed}
 
 
 def compare_kernels(config: Config, here: Place, source: Instacart) -> dict[str, Any]:

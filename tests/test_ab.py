@@ -29,6 +29,7 @@ from torchrec_triton.ab.compare import _differences, _ratio, _state, compare
 from torchrec_triton.ab.model import fill
 from torchrec_triton.ab.run import run
 from torchrec_triton.ab.sources import open_source
+from torchrec_triton.cli import main
 from torchrec_triton.config import Config, ConfigError, Limits, build, load_config
 from torchrec_triton.plan.configured import model_of
 from torchrec_triton.plan.planner import with_compute_kernel
@@ -472,6 +473,40 @@ def test_a_wrong_start_is_told(tmp_path, monkeypatch, capsys, changes, world_siz
     for part in parts:
         assert part in told, told
     assert not (tmp_path / "out").exists()
+
+
+def test_a_checkpoint_of_one_kernel_starts_the_other(tmp_path):
+    config = build(Config, with_changes(compute_kernel="fused"))
+    with place() as here:
+        fused = Arm(config, here, 2, dict.fromkeys(config.kernels(), "fused"))
+        batches = Feed(open_source(config).training(0, 1), 5, pin=False).reader()
+        fused.advance(batches, 5)
+        fused.save(tmp_path / "saved")
+        triton = Arm(config, here, 2, dict.fromkeys(config.kernels(), "fused_triton"))
+        assert max(d["share"] for d in _differences(fused.model.state_dict(), triton.model.state_dict(), here).values())
+        triton.load(tmp_path / "saved")
+        weights = _differences(fused.model.state_dict(), triton.model.state_dict(), here)
+        state = _differences(_state(fused), _state(triton), here)
+    assert {d["absolute"] for d in (*weights.values(), *state.values())} == {0.0}
+
+
+def test_training_by_a_plan_on_file_and_from_a_checkpoint(tmp_path, capsys):
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(with_changes(compute_kernel="fused")))
+    plans = {ranks: tmp_path / f"plan{ranks}.json" for ranks in (1, 4)}
+    for size, plan in plans.items():
+        options = ["--topology", "cpu", "--world-size", str(size), "--output", str(plan)]
+        assert main(["plan", "--config", str(path), *options]) == 0
+    saved = tmp_path / "saved"
+    assert run("train", str(path), tmp_path / "one", 0, plans[1], saved) == 0
+    assert run("train", str(path), tmp_path / "two", 0, plans[1], None, saved) == 0
+    losses = [json.loads((tmp_path / name / "report.json").read_text())["losses"] for name in ("one", "two")]
+    assert len(losses[0]) == 12 and losses[1] != losses[0]
+    capsys.readouterr()
+    assert run("train", str(path), tmp_path / "three", 0, plans[4]) == 2
+    assert "this run has 1 cpu rank(s)" in capsys.readouterr().err
+    assert run("train", str(path), tmp_path / "three", 0, None, None, tmp_path) == 2
+    assert "there is no checkpoint" in capsys.readouterr().err
 
 
 def test_the_demos_comparison_is_of_the_demos_run():

@@ -61,7 +61,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_argument("--config", required=True, help="a YAML file such as configs/ab_demo.yaml")
         command.add_argument("--output", required=True, type=Path, help="folder that rank 0 writes the report to")
         command.add_argument("--world-size", type=int, default=0, help="refuse to run with another number of processes")
-        command.set_defaults(run=_train)
+        command.add_argument("--plan", type=Path, metavar="FILE", help="of `torchrec-triton plan`: where tables lie")
+        command.set_defaults(run=_train, checkpoint=None, resume=None)
+        if name == "train":
+            command.add_argument("--checkpoint", type=Path, metavar="DIR", help="write weights and tables' state here")
+            command.add_argument("--resume", type=Path, metavar="DIR", help="start from a checkpoint of either kernel")
 
     options = parser.parse_args(arguments)
     return int(options.run(options))
@@ -179,7 +183,8 @@ def _train(options: argparse.Namespace) -> int:
     from torchrec_triton.ab.run import quiet, run
 
     quiet(int(os.environ.get("RANK", 0)))
-    status: int = run(options.command, options.config, options.output, options.world_size)
+    more = (options.plan, options.checkpoint, options.resume)
+    status: int = run(options.command, options.config, options.output, options.world_size, *more)
     return status
 
 

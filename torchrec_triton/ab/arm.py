@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import islice, pairwise
+from pathlib import Path
 from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.datasets.utils import Batch
@@ -90,10 +92,12 @@ def place(expected: int = 0) -> Iterator[Place]:
         # Long enough for a rank that compiles its kernels first. Alone: no port, so that two runs can't clash.
         alone = {} if given else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
         dist.init_process_group("nccl" if gpus else "gloo", timeout=timedelta(minutes=30), **alone)
+    failed = True
     try:
         yield Place(device, dist.get_rank(), dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+        failed = False
     finally:
-        if owned:
+        if owned and not (failed and world_size > 1):  # a rank that failed must not wait for the others here
             dist.destroy_process_group()
 
 
@@ -239,8 +243,18 @@ class Arm:
         state = self.model.fused_optimizer.state_dict()["state"]
         return {name: shards_of(value) for of_table in state.values() for name, value in of_table.items()}
 
-    def checkpoint(self) -> dict[str, Any]:
-        """What torch.distributed.checkpoint saves and loads: all weights, and the tables' optimizer state."""
+    def save(self, folder: Path) -> None:
+        """All weights and the tables' optimizer state, by torch.distributed.checkpoint; not the dense layers'."""
+        dcp.save(self._checkpoint(), checkpoint_id=folder)
+
+    def load(self, folder: Path) -> None:
+        """What `save` wrote, whatever kernels, plan and number of ranks it was written with."""
+        state = self._checkpoint()
+        dcp.load(state, checkpoint_id=folder)
+        self.model.load_state_dict(state["model"])
+        self.model.fused_optimizer.load_state_dict(state["optimizer"])
+
+    def _checkpoint(self) -> dict[str, Any]:
         return {"model": self.model.state_dict(), "optimizer": self.model.fused_optimizer.state_dict()}
 
     def _mark(self) -> None:

@@ -12,6 +12,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,21 +38,30 @@ Report = dict[str, Any]
 Progress = Callable[[int, int, float], None]
 
 
-def train(config: Config, here: Place, source: Source, progress: Progress) -> tuple[Arm, Report]:
-    """Train the configuration as it stands. The report has the same entries of an arm as that of `compare`."""
-    arm = Arm(config, here, source.dense, config.kernels())
+def train(
+    config: Config,
+    here: Place,
+    source: Source,
+    progress: Progress,
+    plan: ShardingPlan | None = None,
+    resume: Path | None = None,
+) -> tuple[Arm, Report]:
+    """Train the configuration as it stands. The report has what `compare` says of an arm, the losses and the tables.
+
+    plan: where the tables lie; by default the planner chooses. resume: a checkpoint to start from (see Arm.save).
+    """
+    arm = Arm(config, here, source.dense, config.kernels(), plan)
+    if resume is not None:
+        arm.load(resume)
     feed = Feed(source.training(here.rank, here.world_size), config.steps, pin=here.device.type == "cuda")
     reader = feed.reader()
     for step in range(config.steps):
         feed.prepare(step + 1 + _AHEAD)
-        here.settle()
         arm.advance(reader, 1)
         _tell(progress, step + 1, config.steps, arm)
     timed = slice(min(config.ab.warmup, config.steps - 1), None)
-    report = {**_origin(config, here), "arms": {"B": _measured(arm, config, source, timed, None)}}
-    report["curves"] = {"loss": {"B": _mean_over_ranks(arm).tolist()}}
-    report["tables"] = [{"name": name, "B": table} for name, table in arm.tables.items()]
-    return arm, report
+    measured = _measured(arm, config, source, timed, None)
+    return arm, {**_origin(config, here), **measured, "losses": _mean_over_ranks(arm).tolist(), "tables": arm.tables}
 
 
 def compare(

@@ -65,7 +65,7 @@ def judge(report: Report, limits: Limits) -> Report:
 
 def write(report: Report, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "report.json").write_text(json.dumps(_plain(report), indent=1, allow_nan=False) + "\n")
+    (folder / "report.json").write_text(json.dumps(plain(report), indent=1, allow_nan=False) + "\n")
     if "verdict" in report:
         (folder / "report.md").write_text(markdown(report))
         (folder / "report.html").write_text(page(report))
@@ -321,7 +321,7 @@ def _md(head: Sequence[str], rows: Rows) -> list[str]:
 
 
 def _yaml(report: Report) -> str:
-    return yaml.safe_dump(_plain(report["config"]), sort_keys=False).strip()
+    return yaml.safe_dump(plain(report["config"]), sort_keys=False).strip()
 
 
 def _placement(arm: Report) -> str:
@@ -348,10 +348,10 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """What JSON and YAML can hold: tuples as lists, numbers that are infinite or none as text."""
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

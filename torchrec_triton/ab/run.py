@@ -8,8 +8,15 @@ import warnings
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import record
+from torchrec.distributed.planner.types import PlannerError
+from torchrec.distributed.types import ShardingPlan
 
+from torchrec_triton.ab import compare, report
+from torchrec_triton.ab.arm import LaunchError, Place, place
+from torchrec_triton.ab.sources import open_source
 from torchrec_triton.config import Config, ConfigError, load_config
+from torchrec_triton.plan.files import load_plan
+from torchrec_triton.plan.reasons import UnsupportedTableError, planned_device_type
 
 
 def quiet(rank: int) -> None:
@@ -25,36 +32,44 @@ def quiet(rank: int) -> None:
 
 
 @record
-def run(mode: str, config_path: str, output: Path, world_size: int = 0) -> int:
+def run(
+    mode: str,
+    config_path: str,
+    output: Path,
+    world_size: int = 0,
+    plan_path: Path | None = None,
+    checkpoint: Path | None = None,
+    resume: Path | None = None,
+) -> int:
     """mode: "train" or "ab". The exit status: 0 pass, 1 fail, 2 a wrong command line or file.
 
-    Rank 0 writes report.json to `output` (and report.md and report.html for "ab"), and prints. An error that is none of
-    the user's is raised; torchrun then shows the traceback of the rank that failed first, and ends the others.
+    Rank 0 writes report.json to `output` (and report.md and report.html for "ab"), and prints. plan_path: a plan that
+    `torchrec-triton plan` wrote. checkpoint, resume: folders that training ends with and starts from.
+
+    An error that is none of the user's is raised; torchrun then shows the traceback of the rank that failed first, and
+    ends the others.
     """
-    from torchrec.distributed.planner.types import PlannerError
-
-    from torchrec_triton.ab import compare, report
-    from torchrec_triton.ab.arm import LaunchError, place
-    from torchrec_triton.ab.sources import open_source
-    from torchrec_triton.plan.reasons import UnsupportedTableError
-
     try:
         config: Config = load_config(config_path)
         with place(world_size) as here:
 
-            def say(line: str, end: str = "\n") -> None:
+            def say(line: str) -> None:
                 if here.rank == 0:
-                    print(line, end=end, flush=True)
+                    print(line, flush=True)
 
             def progress(step: int, steps: int, loss: float) -> None:
                 say(f"step {step} of {steps}, loss {loss:.4f}")
 
+            plan = _plan(plan_path, config, here) if plan_path else None
+            if resume is not None and not (resume / ".metadata").exists():
+                raise ConfigError(f"--resume {resume}: there is no checkpoint")
             source = open_source(config)
             if mode == "train":
-                _, result = compare.train(config, here, source, progress)
-                result["passed"] = True
+                arm, result = compare.train(config, here, source, progress, plan, resume)
+                if checkpoint is not None:
+                    arm.save(checkpoint)
             else:
-                result = compare.compare(config, here, source, progress)
+                result = compare.compare(config, here, source, progress, plan)
                 result["verdict"] = report.judge(result, config.ab.limits)
                 say("\n" + report.text(result))
             if here.rank == 0:
@@ -64,3 +79,20 @@ def run(mode: str, config_path: str, output: Path, world_size: int = 0) -> int:
         print(error, file=sys.stderr)
         return 2
     return 0 if mode == "train" or result["verdict"]["passed"] else 1
+
+
+def _plan(path: Path, config: Config, here: Place) -> ShardingPlan:
+    try:
+        plan = load_plan(path)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    tables = plan.plan.get("embeddings", {})
+    missing = [table.name for table in config.model.tables if table.name not in tables]
+    ranks = 1 + max((rank for table in tables.values() for rank in table.ranks or []), default=0)
+    if missing or ranks > here.world_size or planned_device_type(tables) != here.device.type:
+        device = f"{ranks} {planned_device_type(tables)} rank(s)"
+        raise ConfigError(
+            f"{path}: this plan is for {device} and the tables {', '.join(tables)}; this run has {here.world_size} "
+            f"{here.device.type} rank(s){' and also ' + ', '.join(missing) if missing else ''}"
+        )
+    return plan
