@@ -228,6 +228,8 @@ def test_a_feed_makes_each_batch_once_for_all_readers():
     assert list(islice(one, 2)) == [0, 1] and made == [0, 1, 2]
     assert list(two) == [0, 1, 2, 3, 4] and list(one) == [2, 3, 4]
     feed.prepare(9)
+    with pytest.raises(ConfigError, match="ended after 3 batches, 5 steps"):
+        Feed(iter(range(3)), 5, pin=False).prepare(4)
     assert made == [0, 1, 2, 3, 4] and len(feed._held) <= 1
 
 

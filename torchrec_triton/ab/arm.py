@@ -106,7 +106,7 @@ class Feed:
     and dropped when every reader has had it."""
 
     def __init__(self, batches: Iterator[Batch], count: int, pin: bool) -> None:
-        self._batches, self._pin, self._made = islice(batches, count), pin, 0
+        self._batches, self._count, self._pin, self._made = islice(batches, count), count, pin, 0
         self._held: dict[int, Batch] = {}
         self._at: list[int] = []
 
@@ -116,6 +116,8 @@ class Feed:
         for batch in islice(self._batches, max(0, until - self._made)):
             self._held[self._made] = batch.pin_memory() if self._pin else batch
             self._made += 1
+        if self._made < min(until, self._count):
+            raise ConfigError(f"data.source: ended after {self._made} batches, {self._count} steps need as many")
 
     def reader(self) -> Iterator[Batch]:
         self._at.append(0)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import math
 import platform
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,7 @@ def compare(
     progress(config.steps, config.steps, float(b.losses[-1]))
 
     timed = slice(ab.warmup, last)
-    times = {name: _slowest(arm.phases.sum(1))[timed].numpy() for name, arm in arms.items()}
+    times = {name: _slowest(arm.phases.sum(1)).numpy() for name, arm in arms.items()}
     losses = {name: _mean_over_ranks(arm) for name, arm in arms.items()}
     weights = _differences(a.model.state_dict(), b.model.state_dict(), here)
     state = _differences(_state(a), _state(b), here)
@@ -115,24 +116,23 @@ def compare(
                 "data_type": table.data_type,
                 **mine,
                 "moved": any(mine["A"][key] != mine["B"][key] for key in ("sharding", "ranks")),
-                "weight_difference": _of_table(weights, f".{table.name}.weight"),
-                "state_difference": _of_table(state, f"{table.name}.momentum1"),
+                "weight_difference": weights.pop(f"embeddings.embedding_bags.{table.name}.weight"),
+                "state_difference": _worst(d for name, d in state.items() if name.rpartition(".")[0] == table.name),
             }
         )
-    dense = [d for name, d in weights.items() if d and ".embedding_bags." not in name]
     return {
         **_origin(config, here),
         "notes": _notes(config, arms, here),
-        "arms": {name: _measured(arm, config, source, timed, profiles[name]) for name, arm in arms.items()},
-        "ratio": {f"p{p}": _ratio(times["A"], times["B"], p) for p in PERCENTILES},
+        "arms": {n: _measured(arm, config, source, timed, profiles[n]) for n, arm in arms.items()},
+        "ratio": {f"p{p}": _ratio(times["A"][timed], times["B"][timed], p) for p in PERCENTILES},
         "initial_difference": max(d["absolute"] for d in at_first.values() if d),
         "loss_difference": _largest(losses["A"] - losses["B"]),
-        "dense_difference": max(dense, key=lambda d: d["share"]) if dense else None,
+        "dense_difference": _worst(weights.values()),  # those of the tables are taken out
         "tables": tables,
         "timed": [ab.warmup, last],
         "curves": {
             "loss": {name: loss.tolist() for name, loss in losses.items()},
-            "step_ms": {name: _slowest(arm.phases.sum(1)).tolist() for name, arm in arms.items()},
+            "step_ms": {name: one.tolist() for name, one in times.items()},
         },
     }
 
@@ -143,21 +143,20 @@ def _tell(progress: Progress, step: int, steps: int, arm: Arm) -> None:
 
 
 def _measured(arm: Arm, config: Config, source: Source, timed: slice, profiled: Report | None) -> Report:
-    here = arm.here
-    phases = _slowest(arm.phases)[timed]
-    total = _slowest(arm.phases.sum(1))[timed]
+    here, phases = arm.here, _slowest(arm.phases)[timed]
+    times = _slowest(arm.phases.sum(1))[timed].numpy()
     peaks: list[Any] = [None] * here.world_size
     dist.all_gather_object(peaks, arm.peak)
     kernels = sorted({table["kernel"] for table in arm.tables.values()})
     return {
         "kernels": kernels,
         "step_ms": {
-            **{f"p{p}": float(np.percentile(total.numpy(), p)) for p in PERCENTILES},
-            "mean": float(total.mean()),
+            **{f"p{p}": float(np.percentile(times, p)) for p in PERCENTILES},
+            "mean": float(times.mean()),
         },
         "phase_ms": dict(zip(PHASES, phases.median(0).values.tolist())),
         "profile": profiled,
-        "examples_per_second": config.data.batch_size * here.world_size / float(total.mean()) * 1e3,
+        "examples_per_second": config.data.batch_size * here.world_size / float(times.mean()) * 1e3,
         "peak_memory_mb": [peak / 1e6 for peak in peaks] if here.device.type == "cuda" else None,
         "metrics": _scores(arm, source),
         "final_loss": float(_mean_over_ranks(arm)[-max(1, config.steps // 10) :].mean()),
@@ -183,8 +182,8 @@ def _scores(arm: Arm, source: Source) -> dict[str, float]:
 
 
 def _profiled(arm: Arm, batches: Any, steps: int) -> Report | None:
-    """What TorchRec's and the operators' own kernels take, on average a step on this rank: ms of collectives (NCCL's
-    kernels; on the CPU gloo's operations), and of all GPU kernels together. They overlap each other and the host."""
+    """ms a step, on average, of the slowest rank: of collectives (NCCL's kernels; on the CPU gloo's operations), and of
+    all GPU kernels and copies. They may run beside each other, so that their sum can exceed the step."""
     if not steps:
         return None
     cuda = arm.here.device.type == "cuda"
@@ -255,7 +254,8 @@ def _differences(ours: dict[str, Any], theirs: dict[str, Any], here: Place) -> d
             result[name] = None
             continue
         absolute, largest = (max(values) for values in zip(*found))
-        result[name] = {"absolute": absolute, "share": absolute / largest if largest else 0.0}
+        share = absolute / largest if 0 < largest < math.inf else absolute
+        result[name] = {"absolute": absolute, "share": share}
     return result
 
 
@@ -279,8 +279,8 @@ def _largest(difference: Tensor) -> float:
     return difference.abs().nan_to_num(float("inf")).max().item()
 
 
-def _of_table(differences: dict[str, Report | None], ending: str) -> Report | None:
-    return next((value for name, value in differences.items() if name.endswith(ending)), None)
+def _worst(differences: Iterable[Report | None]) -> Report | None:
+    return max((d for d in differences if d is not None), key=lambda d: d["share"], default=None)
 
 
 def _notes(config: Config, arms: dict[str, Arm], here: Place) -> list[str]:

@@ -92,7 +92,7 @@ def figures(report: Report) -> Rows:
         for phase in PHASES
     ]
     if a["profile"]:
-        for key, what in (("collective_ms", "collectives, ms"), ("gpu_ms", "all GPU kernels, ms")):
+        for key, what in (("collective_ms", "collectives, ms"), ("gpu_ms", "GPU kernels and copies, ms")):
             one, two = a["profile"][key], b["profile"][key]
             if one is not None:
                 rows.append((f"{what} (profiler)", f"{one:.3f}", f"{two:.3f}", f"{one / two:.3f}" if two else ""))
@@ -135,7 +135,10 @@ def tables(report: Report) -> Rows:
 FIGURES = ("", "A", "B", "A / B or A - B")
 TABLES = ("table", "size", "kernel A", "kernel B", "placement", "weights apart", "state apart", "reasons")
 CHECKS = ("check", "measured", "limit", "")
-TABLES_NOTE = "Largest difference after training: absolute, and as a share of the table's largest value."
+TABLES_NOTE = (
+    "Largest difference after training: absolute, and as a share of the table's largest value. "
+    "A dash: there is no state, or it is cut otherwise in the other arm."
+)
 
 
 def checks(report: Report) -> Rows:
@@ -331,7 +334,7 @@ def _placement(arm: Report) -> str:
 
 def _difference(difference: Report | None) -> str:
     if difference is None:
-        return "not comparable"
+        return "-"
     return f"{difference['absolute']:.1e} ({difference['share']:.1e})" if difference["absolute"] else "0"
 
 
