@@ -187,6 +187,11 @@ def _triton(report: Report, gpu: bool) -> None:
         report.problems.append(f"{problem}.")
     elif (problem := _compat.launcher_problem()) and not interpreter:
         (report.problems if gpu else report.notes).append(f"{problem}.{'' if gpu else ' Only a GPU needs it.'}")
+    if gpu:
+        problem = _compat.cub_problem()
+        report.facts.append(("sort", "torch.sort" if problem else f"CUB, {_compat.installed_version('cuda-cccl')}"))
+        if problem:
+            report.notes.append(f"torch.sort runs in place of CUB's faster sort: {problem}.")
     if interpreter and gpu:
         report.notes.append("TRITON_INTERPRET is set: Triton kernels run on the host, very slowly. Unset it to train.")
 

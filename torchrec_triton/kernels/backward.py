@@ -48,24 +48,20 @@ def _sum_lookups(
     acc, begin, end, longest, grad, payload, dim, d, max_gradient,
     LOOK: tl.constexpr, EXACT: tl.constexpr, SCALED: tl.constexpr, CLIP: tl.constexpr,
 ):  # fmt: skip
-    """acc [RUNS * LOOK, D] += gradients of the sorted lookups [begin, end) of each run. Either RUNS or LOOK is 1.
-
-    Rows are loaded one step ahead of their sum and their payload two."""
+    """acc [RUNS * LOOK, D] += gradients of the sorted lookups [begin, end) of each run. Either RUNS or LOOK is 1."""
     ROWS: tl.constexpr = acc.shape[0]
     at = (begin[:, None] + tl.arange(0, LOOK)[None, :]).reshape(ROWS)
     stop = end if LOOK == 1 else tl.max(end, axis=0)
-    now = tl.load(payload + at, mask=at < stop, other=0)
-    ahead = tl.load(payload + at + LOOK, mask=at + LOOK < stop, other=0)
-    g = _load_grad(grad, source_of(now), at < stop, dim, d, max_gradient, EXACT, CLIP)
+    ahead = tl.load(payload + at, mask=at < stop, other=0)
     for _ in range(0, longest, LOOK):
+        inside = at < stop
+        now = ahead
         at += LOOK
-        next_g = _load_grad(grad, source_of(ahead), at < stop, dim, d, max_gradient, EXACT, CLIP)
+        ahead = tl.load(payload + at, mask=at < stop, other=0)
+        g = _load_grad(grad, source_of(now), inside, dim, d, max_gradient, EXACT, CLIP)
         if SCALED:
             g *= factor_bits(now).to(tl.float32, bitcast=True)[:, None]
-        now = ahead
-        ahead = tl.load(payload + at + LOOK, mask=at + LOOK < stop, other=0)
         acc += g
-        g = next_g
     return acc
 
 
@@ -79,7 +75,7 @@ def _sum_blocks(acc, begin, end, partial, d, WIDTH: tl.constexpr):
     return acc
 
 
-@triton.jit(do_not_specialize=["num_blocks", "num_tables", "key_begin", "key_end"])
+@triton.jit(do_not_specialize=["num_blocks", "num_tables", "key_begin", "key_end", "each", "apart"])
 def partial_sums_kernel(
     partial,  # fp32 [num_blocks, WIDTH]
     keys,
@@ -93,7 +89,9 @@ def partial_sums_kernel(
     key_begin,
     key_end,
     max_gradient,
-    GROUP: tl.constexpr,  # blocks a program looks at
+    each,  # blocks a program looks at, GROUP at most
+    apart,  # from one to the next
+    GROUP: tl.constexpr,
     SUPER: tl.constexpr,  # 1: sum lookups into a block; else sum SUPER blocks
     BLOCK: tl.constexpr,
     LOOK: tl.constexpr,
@@ -105,10 +103,13 @@ def partial_sums_kernel(
 ):
     """Sum of each aligned block of sorted lookups that belongs to one run of this bucket; others are not written.
 
-    The blocks of a program lie far apart, because those of a hot row are neighbours."""
+    `apart` neighbouring programs share apart * each neighbouring blocks: those of a hot row go to several programs, and
+    what runs at a time reads gradients of few features, which the cache holds."""
     d = tl.arange(0, BLOCK_D)
-    candidate = (tl.program_id(0) + tl.arange(0, GROUP) * tl.num_programs(0)).to(tl.int64)
-    inside = candidate < num_blocks
+    k = tl.arange(0, GROUP)
+    window = tl.program_id(0).to(tl.int64) // apart * (apart * each)
+    candidate = window + tl.program_id(0) % apart + k * apart
+    inside = (k < each) & (candidate < num_blocks)
     key = tl.load(keys + candidate * (BLOCK * SUPER), mask=inside, other=-1)
     same = key == tl.load(keys + candidate * (BLOCK * SUPER) + (BLOCK * SUPER - 1), mask=inside, other=-2)
     whole = same & (key >= key_begin) & (key < key_end)
@@ -201,31 +202,23 @@ def update_single_kernel(
     DECAY: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):
-    """Updates rows that are looked up once. The descriptors of a program's next tile are loaded ahead."""
+    """Updates rows that are looked up once, RUNS rows side by side."""
     runs_begin = tl.load(bounds + range_at)
     runs_end = tl.load(bounds + range_at + 1)
-    stride = tl.num_programs(0) * RUNS
     d = tl.arange(0, BLOCK_D)
-    run = runs_begin + tl.program_id(0) * RUNS + tl.arange(0, RUNS)
-    live = run < runs_end
-    source = tl.load(first + run, mask=live, other=0)
-    key = tl.load(row_key + run, mask=live, other=0)
-    table = tl.load(row_table + run, mask=live, other=0)
-    for _ in range(runs_begin + tl.program_id(0) * RUNS, runs_end, stride):
+    for tile in range(runs_begin + tl.program_id(0) * RUNS, runs_end, tl.num_programs(0) * RUNS):
+        run = tile + tl.arange(0, RUNS)
+        live = run < runs_end
+        source = tl.load(first + run, mask=live, other=0)
+        key = tl.load(row_key + run, mask=live, other=0)
+        table = tl.load(row_table + run, mask=live, other=0)
         at, mask, dim, state_at = _place(weights, table_meta, key, table, live, d, VEC, EXACT)
         w = tl.load(at, mask=mask, other=0.0)
         g = _load_grad(grad, source_of(source), live, dim[:, None], d, max_gradient, EXACT, CLIP)
         if SCALED:
             g *= tl.load(last + run, mask=live, other=0).to(tl.int32).to(tl.float32, bitcast=True)[:, None]
-        run += stride
-        ahead = run < runs_end
-        source = tl.load(first + run, mask=ahead, other=0)
-        next_key = tl.load(row_key + run, mask=ahead, other=0)
-        table = tl.load(row_table + run, mask=ahead, other=0)
         w = _step(w.to(tl.float32), g, state, state_at, live, dim, lr, eps, weight_decay, ADAGRAD, DECAY)
         _store(at, w, mask, key, d, seed, STOCHASTIC)
-        key = next_key
-        live = ahead
 
 
 @triton.jit(do_not_specialize=["seed", "range_at", "range_step"])
@@ -325,21 +318,21 @@ def update_long_kernel(
         live = one == 0
         at, mask, dim, state_at = _place(weights, table_meta, key, table, live, d, VEC, EXACT)
         w = tl.load(at, mask=mask, other=0.0)
-        # Lookups before the first whole block, its blocks and super blocks, lookups after the last whole block.
+        # Whole blocks of the run, and whole super blocks; then what lies before and after them.
         b0 = (begin + BLOCK - 1) // BLOCK
         b1 = tl.maximum(end // BLOCK, b0)
         s0 = (b0 + SUPER - 1) // SUPER
         s1 = tl.maximum(b1 // SUPER, s0)
-        left = tl.minimum(b0 * BLOCK, end)
-        right = tl.minimum(b1 * BLOCK, end)
         acc = tl.zeros([LOOK, BLOCK_D], tl.float32)
-        acc = _sum_lookups(acc, begin + one, left + one, left - begin, grad, payload, dim[:, None], d, max_gradient,
-                           LOOK, EXACT, SCALED, CLIP)  # fmt: skip
-        acc = _sum_blocks(acc, b0, tl.minimum(s0 * SUPER, b1), blocks, d, WIDTH)
         acc = _sum_blocks(acc, s0, s1, supers, d, WIDTH)
-        acc = _sum_blocks(acc, s1 * SUPER, b1, blocks, d, WIDTH)
-        acc = _sum_lookups(acc, right + one, end + one, end - right, grad, payload, dim[:, None], d, max_gradient,
-                           LOOK, EXACT, SCALED, CLIP)  # fmt: skip
+        for after in range(2):
+            low = tl.where(after == 0, begin, tl.minimum(b1 * BLOCK, end))
+            high = tl.where(after == 0, tl.minimum(b0 * BLOCK, end), end)
+            acc = _sum_lookups(acc, low + one, high + one, high - low, grad, payload, dim[:, None], d, max_gradient,
+                               LOOK, EXACT, SCALED, CLIP)  # fmt: skip
+            low = tl.where(after == 0, b0, s1 * SUPER)
+            high = tl.where(after == 0, tl.minimum(s0 * SUPER, b1), b1)
+            acc = _sum_blocks(acc, low, high, blocks, d, WIDTH)
         g = tl.sum(acc, axis=0)[None, :]
         w = _step(w.to(tl.float32), g, state, state_at, live, dim, lr, eps, weight_decay, ADAGRAD, DECAY)
         _store(at, w, mask, key, d, seed, STOCHASTIC)

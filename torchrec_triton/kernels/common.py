@@ -7,6 +7,7 @@ least.
 """
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -15,14 +16,15 @@ import torch
 import triton
 import triton.language as tl
 
-from torchrec_triton.kernels.launch import Launcher
+from torchrec_triton.kernels.launch import Launcher, kind_of
 
 # Elements that one warp holds of a tile: 32 lanes with 32 fp32 registers each.
 WARP_TILE = 1024
 MIN_BLOCK_D = 16
-# FBGEMM's dims are multiples of 4, so every row of the output starts at one. Stored in this unit, 32 bits reach 2^33
-# elements.
+# FBGEMM's dims are multiples of 4, so every row of the output starts at one. Offsets of rows are kept in this unit, in
+# 32 bits.
 OUTPUT_UNIT = tl.constexpr(4)
+MAX_OUTPUT = 4 * 2**31  # elements
 # Numbers a feature and a table have in TableLayout.feature_meta and table_meta.
 FEATURE_FIELDS = tl.constexpr(5)
 TABLE_FIELDS = tl.constexpr(3)
@@ -145,9 +147,9 @@ class Batch:
     """The ids of one call. Saved for its backward.
 
     indices [N] and offsets [bags + 1] int32 or int64; sample_weights [N] fp32 or None.
-    batch_size: bags a feature; under VBE the most bags of any feature.
     bag_output: VBE only, int64 [bags], where each bag's row begins in the 1-D output (elements).
     batch_offsets: VBE only, [F + 1], first bag of each feature.
+    batch_size: bags a feature; under VBE the most bags of any feature.
     output_size: elements of the output.
     mean: divide by the bag length.
     trusted: ids and offsets were checked: ids are below the rows of their table, offsets don't decrease.
@@ -156,12 +158,27 @@ class Batch:
     indices: torch.Tensor
     offsets: torch.Tensor
     sample_weights: torch.Tensor | None
-    batch_size: int
     bag_output: torch.Tensor | None
     batch_offsets: torch.Tensor | None
+    batch_size: int
     output_size: int
     mean: bool
     trusted: bool
+
+    @functools.cached_property
+    def kind(self) -> Hashable:
+        """What the batch brings into the kind of a call: types, flags, and whether counts need 64 bits."""
+        num_ids = self.indices.numel()
+        return (
+            self.indices.dtype, self.offsets.dtype, self.sample_weights is not None,
+            kind_of(self.bag_output, self.batch_offsets), self.mean, self.trusted, num_ids >= 2**31,
+            self.offsets.numel() > 2**31, wide_positions(num_ids),
+        )  # fmt: skip
+
+
+def wide_positions(num_ids: int) -> bool:
+    """Whether sorted positions need 64 bits; tiles may reach a little past the last."""
+    return num_ids >= 2**31 - 2**20
 
 
 def _vector(values: list[int]) -> int:
@@ -169,8 +186,14 @@ def _vector(values: list[int]) -> int:
     return math.gcd(8, *values)
 
 
-def num_warps(block_d: int, rows: int) -> int:
-    return min(8, max(1, block_d * rows // WARP_TILE))
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up. triton.cdiv can be traced, which costs the host more than most launches do."""
+    return -(-a // b)
+
+
+def num_warps(block_d: int, rows: int, elements: int = WARP_TILE) -> int:
+    """Warps of a tile of `rows` rows, for `elements` elements a warp."""
+    return min(8, max(1, block_d * rows // elements))
 
 
 def tile_rows(block_d: int, elements: int = WARP_TILE, most: int = 32) -> int:

@@ -6,22 +6,20 @@ and keep nothing between calls.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 
 from torchrec_triton.kernels import backward, bounds_check, forward, transpose, tuning
-from torchrec_triton.kernels.common import Batch, TableLayout, num_warps, tile_rows
+from torchrec_triton.kernels.common import Batch, TableLayout, cdiv, num_warps, tile_rows
 from torchrec_triton.kernels.launch import Launcher, kind_of
 
 SUPER = 64  # blocks of a super block
-# Blocks that a program looks at where there are more than _BLOCKS: hardly any is whole then.
-_GROUP = 8
-_BLOCKS = 4096
+# Blocks that a program of partial sums looks at where there are many, hardly any whole; and from one to the next.
+_GROUP, _APART = 8, 64
+_ENOUGH = 2**14  # programs of partial sums that keep a large GPU busy
 
 
 @dataclass(frozen=True)
@@ -79,15 +77,15 @@ def check_bounds(layout: TableLayout, batch: Batch, repairs: torch.Tensor) -> No
     if num_bags == 0:
         return
     tile = 1024
-    launch = layout.launcher("check", _kind(batch), kind_of(repairs))
+    launch = layout.launcher("check", batch.kind, kind_of(repairs))
     with _on(repairs.device):
         launch(
-            "offsets", bounds_check.check_offsets_kernel, triton.cdiv(num_bags, tile),
+            "offsets", bounds_check.check_offsets_kernel, cdiv(num_bags, tile),
             batch.offsets, repairs, num_bags, num_ids, TILE=tile, num_warps=4,
         )  # fmt: skip
         if num_ids:
             launch(
-                "ids", bounds_check.check_ids_kernel, triton.cdiv(num_ids, tile),
+                "ids", bounds_check.check_ids_kernel, cdiv(num_ids, tile),
                 batch.indices, batch.offsets, batch.batch_offsets, layout.feature_meta, repairs, batch.batch_size,
                 num_ids, layout.num_features, TILE=tile, VBE=batch.batch_offsets is not None, num_warps=4,
             )  # fmt: skip
@@ -97,17 +95,19 @@ def lookup(layout: TableLayout, weights: torch.Tensor, batch: Batch, output: tor
     """Writes the pooled rows of all bags. output: [B, total_dim], or 1-D under VBE; fp32, fp16 or bf16."""
     if batch.offsets.numel() <= 1:
         return
-    launch = layout.launcher("lookup", _kind(batch), kind_of(weights, output))
+    num_ids = batch.indices.numel()
+    launch = layout.launcher("lookup", batch.kind, kind_of(weights, output))
+    double = weights.dtype == torch.float32  # sums of fp32 rows
     with _on(weights.device):
         for index, bucket in enumerate(layout.buckets):
-            bags = tile_rows(bucket.block_d, tuning.TILES.forward // (2 if weights.dtype == torch.float32 else 1))
+            elements = tuning.TILES.forward if bucket.exact else tuning.TILES.forward_padded
+            bags = tile_rows(bucket.block_d, elements // 2 if double else elements)
             launch(
-                index, forward.tbe_fwd_kernel, bucket.num_features * triton.cdiv(batch.batch_size, bags),
+                index, forward.tbe_fwd_kernel, bucket.num_features * cdiv(batch.batch_size, bags),
                 output, weights, batch.indices, batch.offsets, batch.sample_weights, batch.bag_output,
-                batch.batch_offsets, bucket.features, layout.feature_meta, batch.batch_size, batch.indices.numel(),
-                layout.total_dim,
+                batch.batch_offsets, bucket.features, layout.feature_meta, batch.batch_size, num_ids, layout.total_dim,
                 BAGS=bags, BLOCK_D=bucket.block_d, WEIGHT_VEC=bucket.weight_vec,
-                ACC=tl.float64 if weights.dtype == torch.float32 else tl.float32, EXACT=bucket.exact,
+                ACC=tl.float64 if double else tl.float32, EXACT=bucket.exact,
                 TRUSTED=batch.trusted, WIDE=layout.wide_rows,
                 WEIGHTED=batch.sample_weights is not None, MEAN=batch.mean, VBE=batch.bag_output is not None,
                 num_warps=num_warps(bucket.block_d, bags),
@@ -130,12 +130,12 @@ def sample_weight_grad(
     if batch.indices.numel() == 0:
         return weight_grad
     clip = max_gradient is not None
-    launch = layout.launcher("weight grad", _kind(batch), kind_of(weights, grad, wanted), clip)
+    launch = layout.launcher("weight grad", batch.kind, kind_of(weights, grad, wanted), clip)
     with _on(weights.device):
         for index, bucket in enumerate(layout.buckets):
             bags = tile_rows(bucket.block_d)
             launch(
-                index, backward.sample_weight_grad_kernel, bucket.num_features * triton.cdiv(batch.batch_size, bags),
+                index, backward.sample_weight_grad_kernel, bucket.num_features * cdiv(batch.batch_size, bags),
                 weight_grad, weights, grad, batch.indices, batch.offsets, batch.bag_output, batch.batch_offsets,
                 bucket.features, layout.feature_meta, wanted, batch.batch_size, batch.indices.numel(), layout.total_dim,
                 max_gradient if max_gradient is not None else 0.0,
@@ -167,7 +167,7 @@ def update(
         "SCALED": batch.mean or batch.sample_weights is not None, "CLIP": optimizer.max_gradient is not None,
         "ADAGRAD": optimizer.adagrad, "DECAY": optimizer.weight_decay_mode, "STOCHASTIC": stochastic,
     }  # fmt: skip
-    launch = layout.launcher("update", _kind(batch), kind_of(weights, state, grad), *flags.values())
+    launch = layout.launcher("update", batch.kind, kind_of(weights, state, grad), *flags.values())
     with _on(weights.device):
         runs = transpose.transpose(layout, batch, launch)
         _apply(layout, weights, state, grad, runs, optimizer, launch, flags)
@@ -190,50 +190,41 @@ def _apply(
     max_gradient = optimizer.max_gradient if optimizer.max_gradient is not None else 0.0
     step = (optimizer.learning_rate, optimizer.eps, optimizer.weight_decay, max_gradient, optimizer.seed)
     descriptors = (weights, state, grad, runs.first, runs.last, runs.row_key, runs.row_table, runs.bounds)
-    single, short, middle, long = transpose.most_runs(num_ids)
+    single, short, _, long = transpose.most_runs(num_ids)
     ranges = len(layout.buckets) + 1
     for index, bucket in enumerate(layout.buckets):
         d = bucket.block_d
-        shape = {"BLOCK_D": d, "EXACT": bucket.exact}
+        shape: dict[str, Any] = {"BLOCK_D": d, "EXACT": bucket.exact}
+        look = tile_rows(d, tiles.long)
         for super_blocks, partial in ((1, blocks), (SUPER, supers)):
             if count := partial.shape[0]:
-                look = tile_rows(d, tiles.partial)
+                each = min(_GROUP, max(1, count // _ENOUGH))
                 launch(
                     ("partial", super_blocks, index), backward.partial_sums_kernel,
-                    max(triton.cdiv(count, _GROUP), min(count, _BLOCKS)),
+                    cdiv(count, each * _APART) * _APART,
                     partial, runs.keys, grad, runs.payload, blocks, layout.table_key, layout.table_meta,
-                    count, layout.num_tables, bucket.key_begin, bucket.key_end, max_gradient,
+                    count, layout.num_tables, bucket.key_begin, bucket.key_end, max_gradient, each, _APART,
                     GROUP=_GROUP, SUPER=super_blocks, BLOCK=block, LOOK=look, WIDTH=width, **shape,
                     SCALED=flags["SCALED"], CLIP=flags["CLIP"], num_warps=num_warps(d, look),
                 )  # fmt: skip
         shape |= {"VEC": bucket.weight_vec, **flags}
-        abreast = tile_rows(d, tiles.single)
+        abreast = tile_rows(d, tiles.short)
+        shape |= {"RUNS": abreast, "num_warps": num_warps(d, abreast, tiles.short_warp)}
         launch(
-            ("single", index), backward.update_single_kernel, triton.cdiv(single, abreast),
-            *descriptors, transpose.SINGLE * ranges + index, layout.table_meta, *step,
-            RUNS=abreast, **shape, num_warps=num_warps(d, abreast), resident=True,
+            ("single", index), backward.update_single_kernel, cdiv(single, abreast),
+            *descriptors, transpose.SINGLE * ranges + index, layout.table_meta, *step, **shape, resident=True,
         )  # fmt: skip
         if short:
-            abreast = tile_rows(d, tiles.short)
             launch(
-                ("short", index), backward.update_short_kernel, triton.cdiv(short, abreast),
+                ("short", index), backward.update_short_kernel, cdiv(short, abreast),
                 *descriptors, transpose.SHORT * ranges + index, ranges, runs.payload, layout.table_meta, *step,
-                KINDS=transpose.LONG - transpose.SHORT, RUNS=abreast, **shape, num_warps=num_warps(d, abreast),
-                resident=True,
+                KINDS=transpose.LONG - transpose.SHORT, **shape, resident=True,
             )  # fmt: skip
         if long:
-            look = tile_rows(d, tiles.long)
+            del shape["RUNS"]
+            shape["num_warps"] = num_warps(d, look)
             launch(
                 ("long", index), backward.update_long_kernel, long,
                 *descriptors, transpose.LONG * ranges + index, runs.payload, blocks, supers, layout.table_meta, *step,
-                LOOK=look, WIDTH=width, BLOCK=block, SUPER=SUPER, **shape, num_warps=num_warps(d, look), resident=True,
+                LOOK=look, WIDTH=width, BLOCK=block, SUPER=SUPER, **shape, resident=True,
             )  # fmt: skip
-
-
-def _kind(batch: Batch) -> Hashable:
-    """What a batch brings into the kind of a call: types, flags, and whether counts need 64 bits."""
-    num_ids = batch.indices.numel()
-    return (
-        batch.indices.dtype, batch.offsets.dtype, batch.sample_weights is not None,
-        kind_of(batch.bag_output, batch.batch_offsets), batch.mean, batch.trusted, num_ids >= 2**31, transpose.wide_positions(num_ids),
-    )  # fmt: skip

@@ -17,12 +17,21 @@ capacities follow from the number of ids.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from torchrec_triton.kernels.common import FEATURE_FIELDS, OUTPUT_UNIT, Batch, TableLayout, find_table
+from torchrec_triton.kernels.common import (
+    FEATURE_FIELDS,
+    OUTPUT_UNIT,
+    Batch,
+    TableLayout,
+    cdiv,
+    find_table,
+    wide_positions,
+)
 from torchrec_triton.kernels.forward import bag_range, feature_range, output_offset
 from torchrec_triton.kernels.launch import Launcher
 from torchrec_triton.kernels.sort import sort_pairs
@@ -31,7 +40,8 @@ SINGLE, SHORT, MIDDLE, LONG = range(4)
 CLASSES = 4
 SHORT_RUN = 4
 MIDDLE_RUN = 32
-_TILE = 512  # sorted keys a program
+_TILE = 128  # sorted keys a warp
+_GROUP = 4  # warps that count in a program
 
 
 @dataclass(frozen=True)
@@ -70,15 +80,20 @@ def factor_bits(payload):
 @triton.jit
 def _linearize(
     keys, payload, indices, sample_weights, begin, length, row, key_begin, rows, no_row,
-    POSITIONS: tl.constexpr, WEIGHTED: tl.constexpr, MEAN: tl.constexpr,
+    POSITIONS: tl.constexpr, NARROW: tl.constexpr, WEIGHTED: tl.constexpr, MEAN: tl.constexpr,
 ):  # fmt: skip
     """Keys and payloads of the lookups of a tile of bags, POSITIONS lookups of each bag at a step."""
     lane = tl.arange(0, POSITIONS)[None, :]
     for j in range(0, tl.max(length, axis=0), POSITIONS):
         at = begin[:, None] + (j + lane)
         inside = j + lane < length[:, None]
-        ids = tl.load(indices + at, mask=inside, other=-1).to(tl.int64)
-        key = tl.where((ids >= 0) & (ids < rows), key_begin + ids, no_row)
+        ids = tl.load(indices + at, mask=inside, other=-1)
+        if NARROW:
+            ids = ids.to(tl.int32)
+            key = tl.where(ids >= 0, key_begin.to(tl.int32) + ids, no_row)
+        else:
+            ids = ids.to(tl.int64)
+            key = tl.where((ids >= 0) & (ids < rows), key_begin + ids, no_row)
         tl.store(keys + at, key.to(keys.dtype.element_ty), mask=inside)
         value = tl.broadcast_to(row[:, None], at.shape)
         if WEIGHTED or MEAN:
@@ -110,6 +125,7 @@ def linearize_kernel(
     total_dim,
     no_row,  # the key of lookups that have none
     BAGS: tl.constexpr,
+    NARROW: tl.constexpr,  # keys have 32 bits and ids were checked
     WEIGHTED: tl.constexpr,
     MEAN: tl.constexpr,
     VBE: tl.constexpr,
@@ -130,10 +146,10 @@ def linearize_kernel(
     # Wide steps keep more loads of long bags in flight, and would idle on short ones.
     if tl.max(length, axis=0) <= 8:
         _linearize(keys, payload, indices, sample_weights, begin, length, row, key_begin, rows, no_row,
-                   4, WEIGHTED, MEAN)  # fmt: skip
+                   4, NARROW, WEIGHTED, MEAN)  # fmt: skip
     else:
         _linearize(keys, payload, indices, sample_weights, begin, length, row, key_begin, rows, no_row,
-                   32, WEIGHTED, MEAN)  # fmt: skip
+                   32, NARROW, WEIGHTED, MEAN)  # fmt: skip
     if tl.program_id(0) == 0:
         # Ids before the first bag and after the last belong to no bag.
         head = tl.minimum(tl.maximum(tl.load(offsets).to(tl.int64), 0), num_ids)
@@ -145,43 +161,40 @@ def linearize_kernel(
 
 
 @triton.jit
-def _key_at(keys, at, num_ids, other, mask):
-    return tl.load(keys + at, mask=mask & (at >= 0) & (at < num_ids), other=other)
-
-
-@triton.jit
-def _class(keys, key, near, short, middle, num_ids, run):
-    """Class of runs of `key` (where `run`), from the keys at three distances from one of its ends."""
-    several = run & (_key_at(keys, near, num_ids, -1, run) == key)
-    more = several & (_key_at(keys, short, num_ids, -1, several) == key)
-    many = more & (_key_at(keys, middle, num_ids, -1, more) == key)
+def _class(several, more, many):
     return several.to(tl.int32) + more.to(tl.int32) + many.to(tl.int32)
 
 
 @triton.jit
 def _begin_class(keys, i, key, head, num_ids, SHORT_LEN: tl.constexpr, MIDDLE_LEN: tl.constexpr):
-    """Class of the runs that begin at i (where `head`)."""
-    return _class(keys, key, i + 1, i + SHORT_LEN, i + MIDDLE_LEN, num_ids, head)
+    """Class of the runs that begin at i (where `head`), from the keys at three distances ahead."""
+    several = head & (tl.load(keys + i + 1, mask=head & (i + 1 < num_ids), other=-1) == key)
+    more = several & (tl.load(keys + i + SHORT_LEN, mask=several & (i + SHORT_LEN < num_ids), other=-1) == key)
+    many = more & (tl.load(keys + i + MIDDLE_LEN, mask=more & (i + MIDDLE_LEN < num_ids), other=-1) == key)
+    return _class(several, more, many)
 
 
 @triton.jit
-def _end_class(keys, i, key, end, num_ids, SHORT_LEN: tl.constexpr, MIDDLE_LEN: tl.constexpr):
+def _end_class(keys, i, key, end, SHORT_LEN: tl.constexpr, MIDDLE_LEN: tl.constexpr):
     """Class of the runs that end before i (where `end`): the same questions asked from the other side."""
-    return _class(keys, key, i - 2, i - 1 - SHORT_LEN, i - 1 - MIDDLE_LEN, num_ids, end)
+    several = end & (tl.load(keys + i - 2, mask=end & (i >= 2), other=-1) == key)
+    more = several & (tl.load(keys + i - 1 - SHORT_LEN, mask=several & (i > SHORT_LEN), other=-1) == key)
+    many = more & (tl.load(keys + i - 1 - MIDDLE_LEN, mask=more & (i > MIDDLE_LEN), other=-1) == key)
+    return _class(several, more, many)
 
 
 @triton.jit
-def _tile_positions(TILE: tl.constexpr, WIDE: tl.constexpr):
-    tile = tl.program_id(0)
+def _positions(tile, TILE: tl.constexpr, WIDE: tl.constexpr):
+    """First sorted position of tiles."""
     if WIDE:
         tile = tile.to(tl.int64)
-    return tile * TILE + tl.arange(0, TILE)
+    return tile * TILE
 
 
 @triton.jit
 def _shift(kind):
-    """Where the count of a class begins among packed counts: 10, 9, 8 and 5 bits hold the 512 single, 256 short, 103
-    middle and 16 long runs that at most begin in a tile of 512."""
+    """Where the count of a class begins among packed counts: 10, 9, 8 and 5 bits hold the 128 single, 64 short, 26
+    middle and 4 long runs that at most begin in a tile of 128."""
     return kind * 10 - kind * (kind - 1) // 2
 
 
@@ -196,13 +209,16 @@ def _field(packed, kind):
     return ((packed >> _shift(kind)) & ((1024 >> kind) - 1)).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["num_ids", "num_tiles", "no_row"])
+# Alignment of pointers would give loads of neighbouring keys other layouts than loads at a distance, and conversions
+# between them would cost more than both.
+@triton.jit(do_not_specialize=["num_ids", "num_tiles", "no_row"], do_not_specialize_on_alignment=["counts", "keys"])
 def count_runs_kernel(
     counts,
     keys,
     num_ids,
     num_tiles,
     no_row,
+    GROUP: tl.constexpr,  # tiles a program
     CLASSES: tl.constexpr,
     TILE: tl.constexpr,
     WIDE: tl.constexpr,
@@ -210,16 +226,20 @@ def count_runs_kernel(
     MIDDLE_LEN: tl.constexpr,
 ):
     """counts[c * num_tiles + tile] = runs of class c that begin in the tile."""
-    i = _tile_positions(TILE, WIDE)
-    key = _key_at(keys, i, num_ids, no_row, i >= 0)
-    head = (key != _key_at(keys, i - 1, num_ids, -1, i >= 0)) & (key < no_row)
+    tile = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
+    i = _positions(tile[:, None], TILE, WIDE) + tl.arange(0, TILE)[None, :]
+    key = tl.load(keys + i, mask=i < num_ids, other=no_row)
+    head = (key != tl.load(keys + i - 1, mask=(i > 0) & (i < num_ids), other=-1)) & (key < no_row)
     kind = _begin_class(keys, i, key, head, num_ids, SHORT_LEN, MIDDLE_LEN)
-    total = tl.sum(_packed(kind, head), axis=0)
+    total = tl.sum(_packed(kind, head), axis=1)
     for c in range(CLASSES):
-        tl.store(counts + c * num_tiles + tl.program_id(0), _field(total, c))
+        tl.store(counts + c * num_tiles + tile, _field(total, c), mask=tile < num_tiles)
 
 
-@triton.jit(do_not_specialize=["num_ids", "num_tiles", "no_row", "num_tables", "num_buckets"])
+@triton.jit(
+    do_not_specialize=["num_ids", "num_tiles", "no_row", "num_tables", "num_buckets"],
+    do_not_specialize_on_alignment=["first", "last", "row_key", "row_table", "counted", "keys", "payload"],
+)
 def write_runs_kernel(
     first,
     last,
@@ -244,15 +264,16 @@ def write_runs_kernel(
     MIDDLE_LEN: tl.constexpr,
 ):
     """Writes each run into its class, and where a run ends into the entry of the run that ends there."""
-    i = _tile_positions(TILE, WIDE)
+    begin = _positions(tl.program_id(0), TILE, WIDE)
+    i = begin + tl.arange(0, TILE)
     reached = i <= num_ids
-    key = _key_at(keys, i, num_ids, no_row, reached)
-    previous = _key_at(keys, i - 1, num_ids, -1, reached)
+    key = tl.load(keys + i, mask=i < num_ids, other=no_row)
+    previous = tl.load(keys + i - 1, mask=(i > 0) & reached, other=-1)
     change = reached & (key != previous)
     head = change & (key < no_row)
     ends = change & (previous >= 0)
     kind = _begin_class(keys, i, key, head, num_ids, SHORT_LEN, MIDDLE_LEN)
-    ended = _end_class(keys, i, previous, ends, num_ids, SHORT_LEN, MIDDLE_LEN)
+    ended = _end_class(keys, i, previous, ends, SHORT_LEN, MIDDLE_LEN)
 
     packed = _packed(kind, head)
     before = tl.cumsum(packed, axis=0) - packed  # runs of each class that begin in the tile before i
@@ -261,10 +282,9 @@ def write_runs_kernel(
     ended_slot = ended * num_tiles + tl.program_id(0)
     ended_rank = tl.load(counted + ended_slot - 1, mask=ends & (ended_slot > 0), other=0) + _field(before, ended) - 1
 
-    begin = tl.min(i, axis=0)
-    low = _key_at(keys, begin, num_ids, no_row, True)
-    below = _key_at(keys, begin - 1, num_ids, -1, True)
-    high = _key_at(keys, begin + TILE - 1, num_ids, no_row, True)
+    low = tl.load(keys + begin, mask=begin < num_ids, other=no_row)
+    below = tl.load(keys + begin - 1, mask=begin > 0, other=-1)
+    high = tl.load(keys + begin + TILE - 1, mask=begin + TILE <= num_ids, other=no_row)
     for k in range(num_buckets + 1):
         base = tl.load(bucket_key + k)
         if (below < base) & (base <= high):
@@ -309,20 +329,23 @@ def transpose(layout: TableLayout, batch: Batch, launch: Launcher) -> Runs:
         keys.fill_(layout.num_keys)
     bags = 32
     launch(
-        "linearize", linearize_kernel, layout.num_features * triton.cdiv(batch.batch_size, bags),
+        "linearize", linearize_kernel, layout.num_features * cdiv(batch.batch_size, bags),
         keys, payload, batch.indices, batch.offsets, batch.sample_weights, batch.bag_output, batch.batch_offsets,
         layout.feature_meta, batch.batch_size, num_ids, batch.offsets.numel() - 1, layout.total_dim, layout.num_keys,
-        BAGS=bags, WEIGHTED=weighted, MEAN=batch.mean, VBE=vbe, num_warps=4,
+        BAGS=bags, NARROW=batch.trusted and layout.key_dtype == torch.int32, WEIGHTED=weighted, MEAN=batch.mean,
+        VBE=vbe, num_warps=4,
     )  # fmt: skip
     keys, payload = sort_pairs(keys, payload, layout.num_keys)
 
-    tiles = triton.cdiv(num_ids + 1, _TILE)
+    tiles = cdiv(num_ids + 1, _TILE)
     counts = torch.empty(CLASSES * tiles, dtype=torch.int32, device=device)
-    shape = {
+    shape: dict[str, Any] = {
         "CLASSES": CLASSES, "TILE": _TILE, "WIDE": wide, "SHORT_LEN": SHORT_RUN, "MIDDLE_LEN": MIDDLE_RUN,
-        "num_warps": 4,
     }  # fmt: skip
-    launch("count", count_runs_kernel, tiles, counts, keys, num_ids, tiles, layout.num_keys, **shape)
+    launch(
+        "count", count_runs_kernel, cdiv(tiles, _GROUP),
+        counts, keys, num_ids, tiles, layout.num_keys, GROUP=_GROUP, **shape, num_warps=_GROUP,
+    )  # fmt: skip
     counted = counts.cumsum(0, dtype=position)
     num_buckets = len(layout.buckets)
     first, last = (torch.empty(num_ids, dtype=position, device=device) for _ in range(2))
@@ -332,11 +355,6 @@ def transpose(layout: TableLayout, batch: Batch, launch: Launcher) -> Runs:
     launch(
         "write", write_runs_kernel, tiles,
         first, last, row_key, row_table, bounds, counted, keys, payload, layout.table_key, layout.bucket_key,
-        num_ids, tiles, layout.num_keys, layout.num_tables, num_buckets, SCALED=scaled, **shape,
+        num_ids, tiles, layout.num_keys, layout.num_tables, num_buckets, SCALED=scaled, **shape, num_warps=1,
     )  # fmt: skip
     return Runs(keys, payload, first, last, row_key, row_table, bounds)
-
-
-def wide_positions(num_ids: int) -> bool:
-    """Whether sorted positions need 64 bits; tiles may reach a little past the last."""
-    return num_ids >= 2**31 - 2**20

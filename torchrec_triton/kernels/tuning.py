@@ -9,18 +9,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Tiles:
-    """Elements of a kernel's tile, rows times padded dim; a warp takes WARP_TILE of them.
+    """Elements of a kernel's tile, rows times padded dim; a warp takes WARP_TILE of them unless said otherwise.
 
     forward: rows in flight of the pooled lookup, fp16 and bf16; fp32 rows get half.
-    single, short: runs side by side, a run a row.
-    long: lookups of a long run side by side; partial: the same for a whole block.
+    forward_padded: the same for rows narrower than the tile.
+    short: single, short and middle runs side by side, a run a row; short_warp of them a warp.
+    long: lookups of a long run, or of a whole block, side by side.
     """
 
     forward: int = 512
-    single: int = 512
-    short: int = 512
-    long: int = 4096
-    partial: int = 4096
+    forward_padded: int = 256
+    short: int = 1024
+    short_warp: int = 512
+    long: int = 2048
 
 
 TILES = Tiles()

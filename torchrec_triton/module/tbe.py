@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from torchrec_triton import _compat, support
 from torchrec_triton.kernels import ops
-from torchrec_triton.kernels.common import Batch, TableLayout
+from torchrec_triton.kernels.common import MAX_OUTPUT, Batch, TableLayout
 
 _fbgemm = _compat.fbgemm_tbe()
 _Base: Any = _fbgemm.SplitTableBatchedEmbeddingBagsCodegen
@@ -175,41 +174,43 @@ class TritonTableBatchedEmbeddingBags(_Base):
             indices.contiguous(), offsets.contiguous(), per_sample_weights, batch_size_per_feature_per_rank, vbe_output,
             vbe_output_offsets,
         )  # fmt: skip
+        bag_output = batch_offsets = None
+        if vbe is None:
+            batch_size = num_bags // layout.num_features
+            shape: tuple[int, ...] = (batch_size, layout.total_dim)
+            output_size = batch_size * layout.total_dim
+        else:
+            batch_size, batch_offsets = vbe.max_B, vbe.B_offsets
+            block_output = vbe.output_offsets_feature_rank if vbe_output_offsets is None else vbe_output_offsets
+            bag_output = ops.bag_output_offsets(
+                layout, block_output, batch_offsets, vbe.B_offsets_rank_per_feature, num_bags
+            )
+            shape = (vbe.output_size,)
+            output_size = vbe.output_size if vbe_output is None else vbe_output.numel()
+            if output_size < vbe.output_size:
+                raise ValueError(
+                    f"vbe_output has {output_size} elements, the blocks of this call take {vbe.output_size}"
+                )
+        if output_size > MAX_OUTPUT:
+            raise ValueError(
+                f"the output has {output_size:,} elements, the kernels reach {MAX_OUTPUT:,}; take a smaller batch, or "
+                "put the tables into two groups"
+            )
         batch = Batch(
-            indices=indices,
-            offsets=offsets,
-            sample_weights=sample_weights,
-            batch_size=num_bags // layout.num_features if vbe.B_offsets is None else vbe.max_B,
-            bag_output=None,
-            batch_offsets=vbe.B_offsets,
-            output_size=0,
-            mean=mean,
-            trusted=self._repairs_ids,
-        )
+            indices, offsets, sample_weights, bag_output, batch_offsets, batch_size, output_size, mean,
+            self._repairs_ids,
+        )  # fmt: skip
         if self.bounds_check_mode_int in (_WARNING, _IGNORE):
             ops.check_bounds(layout, batch, self.bounds_check_warning)
             if self.bounds_check_mode_int == _WARNING:
                 self._repair_log.look(self)
-        if vbe.B_offsets is None:
-            shape: tuple[int, ...] = (batch.batch_size, layout.total_dim)
-            batch = replace(batch, output_size=batch.batch_size * layout.total_dim)
-        else:
-            block_output = vbe.output_offsets_feature_rank if vbe_output_offsets is None else vbe_output_offsets
-            bag_output = ops.bag_output_offsets(
-                layout, block_output, vbe.B_offsets, vbe.B_offsets_rank_per_feature, num_bags
-            )
-            shape = (vbe.output_size,)
-            size = vbe.output_size if vbe_output is None else vbe_output.numel()
-            if size < vbe.output_size:
-                raise ValueError(f"vbe_output has {size} elements, the blocks of this call take {vbe.output_size}")
-            batch = replace(batch, bag_output=bag_output, output_size=size)
         output = vbe_output
         if output is None:
             dtype = _fbgemm.SparseType.from_int(self.output_dtype).as_dtype()
             output = torch.empty(shape, dtype=dtype, device=indices.device)
         self._count_step()
         return _Lookup.apply(
-            self.placeholder_autograd_tensor, batch.sample_weights, vbe_output, output, self, batch,
+            self.placeholder_autograd_tensor, sample_weights, vbe_output, output, self, batch,
             self._optimizer_now(), feature_requires_grad,
         )  # fmt: skip
 
@@ -222,13 +223,14 @@ class TritonTableBatchedEmbeddingBags(_Base):
         vbe_output: Tensor | None,
         vbe_output_offsets: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor | None, Any]:
-        """Inputs cast as FBGEMM casts them, and its VBE metadata. FATAL's check is FBGEMM's own: it must assert."""
+        """Inputs cast as FBGEMM casts them, and its VBE metadata or None. FATAL's check is FBGEMM's: it must assert."""
         if vbe_output is not None or vbe_output_offsets is not None:
             _fbgemm.check_allocated_vbe_output(self.output_dtype, batch_sizes, vbe_output, vbe_output_offsets)
         if self.bounds_check_mode_int == _FATAL:
             indices, offsets, sample_weights, vbe = self.prepare_inputs(indices, offsets, sample_weights, batch_sizes)
+            vbe = None if batch_sizes is None else vbe
         else:
-            vbe = self._generate_vbe_metadata(offsets, batch_sizes, None, None)
+            vbe = None if batch_sizes is None else self._generate_vbe_metadata(offsets, batch_sizes, None, None)
             if self.embedding_table_index_type == torch.int32:
                 indices = indices.to(torch.int32)
         return indices, offsets, None if sample_weights is None else sample_weights.float().contiguous(), vbe
@@ -291,7 +293,8 @@ class TritonTableBatchedEmbeddingBags(_Base):
         if self.timesteps_prefetched:  # a pipeline called prefetch(), which has nothing to fetch here
             self.timesteps_prefetched.pop(0)
         if self.optimizer == _fbgemm.OptimType.EXACT_ROWWISE_ADAGRAD:
-            self.iter_cpu = self.iter_cpu.cpu()
+            if self.iter_cpu.device.type != "cpu":
+                self.iter_cpu = self.iter_cpu.cpu()
             if self.iter_cpu.item() == 0:
                 self.iter_cpu.fill_(self.iter.cpu().item())
             self.iter_cpu.add_(1)
@@ -380,10 +383,7 @@ class _Lookup(torch.autograd.Function):
         ctx.module, ctx.optimizer, ctx.wanted = module, optimizer, wanted
         ctx.writes_into_input = vbe_output is not None
         ctx.save_for_backward(batch.indices, batch.offsets, sample_weights, batch.bag_output, batch.batch_offsets)
-        empty = batch.offsets.new_empty(0)
-        ctx.batch = replace(
-            batch, indices=empty, offsets=empty, sample_weights=None, bag_output=None, batch_offsets=None
-        )
+        ctx.shape = (batch.batch_size, batch.output_size, batch.mean, batch.trusted)
         if vbe_output is not None:
             ctx.mark_dirty(vbe_output)
             return vbe_output
@@ -393,11 +393,7 @@ class _Lookup(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple:  # type: ignore[override]
         module, optimizer = ctx.module, ctx.optimizer
-        indices, offsets, sample_weights, bag_output, batch_offsets = ctx.saved_tensors
-        batch = replace(
-            ctx.batch, indices=indices, offsets=offsets, sample_weights=sample_weights, bag_output=bag_output,
-            batch_offsets=batch_offsets,
-        )  # fmt: skip
+        batch = Batch(*ctx.saved_tensors, *ctx.shape)
         grad = grad_output.contiguous()
         weights, weight_grad = module.flat_weights(), None
         if ctx.needs_input_grad[1]:

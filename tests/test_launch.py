@@ -1,0 +1,194 @@
+"""The launcher of the kernels, and the sort that has two ways to run."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+
+from torchrec_triton import TritonTableBatchedEmbeddingBags
+from torchrec_triton.kernels import launch, sort
+from torchrec_triton.kernels.launch import Launcher
+
+
+class FakeKernel:
+    """Stands in for a Triton kernel of two arguments and two constants; notes what is launched, and by which way."""
+
+    params = tuple(SimpleNamespace(name=name) for name in ("x", "n", "WIDTH", "MEAN"))
+
+    def __init__(self) -> None:
+        self.log: list[tuple] = []
+
+    def __getitem__(self, grid: tuple) -> Any:
+        def run(*args: Any, **constants: Any) -> Any:
+            self.log.append(("triton", grid, args, constants))
+            return FakeCompiled(self.log)
+
+        return run
+
+
+class FakeCompiled:
+    n_regs = 60  # allocated by eights: 64
+    metadata = SimpleNamespace(num_warps=2, shared=0)
+
+    def __init__(self, log: list[tuple]) -> None:
+        self.log = log
+
+    def __getitem__(self, grid: tuple) -> Any:
+        return lambda *args: self.log.append(("compiled", grid, args))
+
+
+@pytest.fixture
+def h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = SimpleNamespace(
+        multi_processor_count=132,
+        max_threads_per_multi_processor=2048,
+        regs_per_multiprocessor=65536,
+        shared_memory_per_multiprocessor=233472,
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+
+
+def test_a_place_takes_triton_once_and_then_its_compiled_kernel(h200):
+    kernel, launcher = FakeKernel(), Launcher(torch.device("cuda", 0))
+    for n in (5, 6, 7):
+        launcher("here", kernel, n, "x", n, WIDTH=128, MEAN=True, num_warps=2)
+    launcher("there", kernel, 1, "x", 1, WIDTH=64, MEAN=False, num_warps=2)
+    assert kernel.log == [
+        ("triton", (5,), ("x", 5), {"WIDTH": 128, "MEAN": True, "num_warps": 2}),
+        ("compiled", (6, 1, 1), ("x", 6, 128, True)),
+        ("compiled", (7, 1, 1), ("x", 7, 128, True)),
+        ("triton", (1,), ("x", 1), {"WIDTH": 64, "MEAN": False, "num_warps": 2}),
+    ]
+
+
+def test_resident_programs_are_what_the_gpu_holds(h200):
+    kernel, launcher = FakeKernel(), Launcher(torch.device("cuda", 0))
+    for programs in (10**6, 10**6, 100):
+        launcher("here", kernel, programs, "x", 1, resident=True, WIDTH=1, MEAN=False)
+    # 65536 registers / (64 a thread * 64 threads) = 16 programs on each of 132 multiprocessors.
+    assert [entry[1] for entry in kernel.log[1:]] == [(16 * 132, 1, 1), (100, 1, 1)]
+
+
+def test_kernels_meet_the_same_kinds_of_arguments_at_the_same_place(device, monkeypatch):
+    """What the launcher relies on: whatever a caller changes that Triton distinguishes is part of the kind of the call
+    or of the place. Triton's own view of all arguments is taken here, in calls that differ in all there is."""
+    seen: dict[tuple, tuple] = {}
+    real = Launcher.__call__
+
+    def record(self: Launcher, place: Any, kernel: Any, programs: int, *args: Any, **kwargs: Any) -> None:
+        options = {key: value for key, value in kwargs.items() if key != "resident"}
+        view = (kernel, *_view(kernel, args), *sorted(options.items()))
+        assert seen.setdefault((id(self), place), view) == view
+        kept.append(self)  # an id is one object's only while it lives
+        real(self, place, kernel, programs, *args, **kwargs)
+
+    kept: list[Launcher] = []
+    monkeypatch.setattr(Launcher, "__call__", record)
+    for dims, rows in (((8, 8), (50, 7)), ((8, 20, 40), (16, 3, 32))):
+        tbe = TritonTableBatchedEmbeddingBags(
+            list(zip(rows, dims)), strict=True, device=device, optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+            weights_precision=SparseType.FP16, learning_rate=0.1,
+        )  # fmt: skip
+        features = len(dims)
+        for bags, length, ids, weighted, vbe, shift in (
+            (16, 1, torch.int64, False, False, 0),
+            (1, 3, torch.int64, False, False, 0),
+            (5, 40, torch.int64, False, False, 1),
+            (5, 2, torch.int32, True, False, 0),
+            (16, 7, torch.int32, True, False, 3),
+            (8, 2, torch.int64, True, True, 0),
+            (3, 5, torch.int64, True, True, 1),
+        ):
+            count = features * bags * length
+            offsets = torch.arange(0, count + 1, length, dtype=ids, device=device)
+            indices = torch.randint(0, 3, (count,), dtype=ids, device=device)
+            weights = torch.rand(count, device=device, requires_grad=True) if weighted else None
+            sizes = [[1, bags - 1]] * features if vbe else None
+            out = tbe(indices, offsets, weights, batch_size_per_feature_per_rank=sizes)
+            # Gradients that begin at any float of their storage.
+            grad = torch.empty(out.numel() + shift, device=device)[shift:].view(out.shape).normal_()
+            out.backward(grad)
+    assert len(seen) > 30
+
+
+def _view(kernel: Any, args: tuple) -> list:
+    """What Triton specialises a launch on."""
+    options = kernel.kwargs if hasattr(kernel, "kwargs") else {}
+    fixed = options.get("do_not_specialize") or []
+    unaligned = options.get("do_not_specialize_on_alignment") or []
+    view: list = []
+    for name, value in zip(kernel.arg_names, args):
+        if isinstance(value, torch.Tensor):
+            view.append((value.dtype, name in unaligned or value.data_ptr() % launch.ALIGNMENT == 0))
+        elif isinstance(value, int) and not isinstance(value, bool):
+            view.append((value >= 2**31, None if name in fixed else (value == 1, value % 16 == 0)))
+        else:
+            view.append(type(value))
+    return view
+
+
+@pytest.mark.parametrize("payload", [torch.int32, torch.int64])
+def test_sort_keeps_equal_keys_in_order(device, payload):
+    keys = torch.randint(0, 50, (5000,), dtype=torch.int32, device=device)
+    values = torch.arange(5000, dtype=payload, device=device)
+    expected, order = torch.sort(keys.clone(), stable=True)
+    got, moved = sort.sort_pairs(keys, values, 50)
+    assert torch.equal(got, expected)
+    assert torch.equal(moved, order.to(payload))
+
+
+def test_a_sort_that_cannot_be_built_is_said_once_and_replaced(monkeypatch, caplog):
+    def fail(*kind: Any) -> None:
+        raise RuntimeError("no nvrtc")
+
+    monkeypatch.setattr(sort, "_built", {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(sort, "_RadixSort", fail)
+    monkeypatch.setattr(sort._compat, "cub_problem", lambda: None)
+    with caplog.at_level(logging.WARNING, "torchrec_triton"):
+        for _ in range(2):
+            assert sort._radix_sort(torch.device("cuda", 0), torch.int32, torch.int32) is None
+    assert [r.getMessage() for r in caplog.records] == [
+        "torch.sort runs in place of CUB's, which cannot be built: no nvrtc"
+    ]
+
+
+def test_without_the_package_torch_sort_runs_and_nothing_is_said(monkeypatch, caplog):
+    monkeypatch.setattr(sort, "_built", {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(sort._compat, "cub_problem", lambda: "cuda-cccl cannot be imported")
+    assert sort._radix_sort(torch.device("cuda", 0), torch.int32, torch.int32) is None
+    assert not caplog.records
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("payload", [torch.int32, torch.int64])
+@pytest.mark.parametrize("key", [torch.int32, torch.int64])
+def test_cub_sorts_as_torch_does(device, key, payload):
+    """Built or loaded from the cache, for pairs above and below the power of two that its scratch is kept for, and in a
+    graph."""
+    if problem := sort._compat.cub_problem():
+        pytest.skip(problem)
+    num_keys = 2**33 if key == torch.int64 else 1000
+    for count in (sort._FEW, 2**17 - 1, 2**17):
+        keys = torch.randint(0, num_keys + 1, (count,), dtype=key, device=device)
+        values = torch.randint(0, 2**31, (count,), device=device).to(payload)
+        expected, order = torch.sort(keys, stable=True)
+        for _ in range(2):
+            got, moved = sort.sort_pairs(keys.clone(), values.clone(), num_keys)
+            assert sort._built[keys.device, key, payload] is not None
+            assert torch.equal(got, expected)
+            assert torch.equal(moved, values[order])
+            sort._built.clear()
+    sort.sort_pairs(keys.clone(), values.clone(), num_keys)
+    graph, keys_in, values_in = torch.cuda.CUDAGraph(), keys.clone(), values.clone()
+    with torch.cuda.graph(graph):
+        got, moved = sort.sort_pairs(keys_in.clone(), values_in.clone(), num_keys)
+    graph.replay()
+    assert torch.equal(got, expected)
+    assert torch.equal(moved, values[order])
