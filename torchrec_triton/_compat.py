@@ -83,8 +83,8 @@ def cub_problem() -> str | None:
         compute = cuda_compute()
     except Exception as error:  # missing, or a part of CUDA that it needs is
         return (
-            f"cuda-cccl cannot be imported ({type(error).__name__}: {error}); pip install 'cuda-cccl[minimal-cu13]', or "
-            "minimal-cu12 for a torch that is built for CUDA 12"
+            f"cuda-cccl cannot be imported ({type(error).__name__}: {error}); pip install 'cuda-cccl[minimal-cu13]', "
+            "or minimal-cu12 for a torch that is built for CUDA 12"
         )
     used = ("make_radix_sort", "serialize", "deserialize", "DoubleBuffer", "SortOrder")
     if missing := [name for name in used if not hasattr(compute, name)]:
