@@ -285,7 +285,7 @@ def _worst(differences: Iterable[Report | None]) -> Report | None:
 
 def _notes(config: Config, arms: dict[str, Arm], here: Place) -> list[str]:
     kernels = [[table["kernel"] for table in arm.tables.values()] for arm in arms.values()]
-    notes = []
+    notes, tables = [], config.model.tables
     if kernels[0] == kernels[1]:
         on = "'s CPU kernels" if here.device.type == "cpu" and not _compat.interpreter_enabled() else ""
         what = f"FBGEMM{on}" if set(kernels[0]) == {"fused"} else "the same kernels"
@@ -294,7 +294,8 @@ def _notes(config: Config, arms: dict[str, Arm], here: Place) -> list[str]:
         )
     elif here.device.type == "cpu":
         notes.append("Triton's kernels ran in its interpreter: times say nothing of a GPU's.")
-    if config.fused_params.get("stochastic_rounding", True) and any(t.data_type != "FP32" for t in config.model.tables):
+    rounded = config.fused_params.get("stochastic_rounding", True) and any(t.data_type != "FP32" for t in tables)
+    if rounded and (kernels[0] != kernels[1] or here.device.type == "cuda"):
         notes.append(
             "FP16 and BF16 weights are rounded stochastically: the arms draw other random numbers and drift apart."
         )

@@ -269,7 +269,9 @@ def page(report: Report) -> str:
         _html(("", ""), facts(report)),
         f"<details><summary>configuration</summary><pre>{escape(_yaml(report))}</pre></details>",
     ]
-    return _PAGE.replace("TITLE", escape(verdict["line"].partition(".")[0])).replace("BODY", "\n".join(body))
+    return _PAGE.replace("TITLE", escape(f"{verdict['line'].partition(':')[0]}: {' against '.join(names)}")).replace(
+        "BODY", "\n".join(body)
+    )
 
 
 _PAGE = """<!doctype html>
