@@ -231,11 +231,25 @@ def _fields(cls: type) -> set[str]:
     return {field.name for field in dataclasses.fields(cls)}
 
 
+def test_compiled_kernels_of_triton() -> None:
+    """The launcher's way past Triton's own: what a launch returns, launches again; tests on a GPU do both."""
+    from triton.compiler import CompiledKernel
+    from triton.runtime.cache import get_cache_manager
+    from triton.runtime.jit import JITFunction
+
+    assert list(inspect.signature(CompiledKernel.__getitem__).parameters) == ["self", "grid"]
+    assert "n_regs" in inspect.getsource(CompiledKernel)
+    assert "return kernel" in inspect.getsource(JITFunction.run)
+    cache = get_cache_manager("00")
+    assert {"get_file", "put"} <= {name for name in dir(cache) if not name.startswith("_")}
+
+
 def test_every_name_is_documented() -> None:
     text = DOCUMENT.read_text()
     names = {name for _, name, _ in METHODS if name != "__init__"}
     names |= {*SHARDING_ATTRIBUTES, *COLLECTION_ATTRIBUTES, *KERNEL_ATTRIBUTES, *OPERATOR_ATTRIBUTES}
     names |= {*PLANNER_ATTRIBUTES, *ENUMERATOR_ATTRIBUTES, *ESTIMATOR_ATTRIBUTES, *SHARDER_ATTRIBUTES}
     names |= {*OPTIMIZER_ARGUMENTS, *VBE_FIELDS, "_ebc_sharder", "_embedding_bag_collection", "sharding_strategy"}
+    names |= {"n_regs", "metadata.shared", "triton.runtime.cache.get_cache_manager", "make_radix_sort"}
     names |= {"use_virtual_table", "is_qr_tbe"}  # FBGEMM 1.6 has no is_qr_tbe
     assert not {name for name in names if f"`{name}`" not in text}
