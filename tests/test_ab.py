@@ -271,12 +271,6 @@ def test_synthetic_ids_follow_their_law():
     assert shares[0] < 0.005 and shares[1] == pytest.approx(0.10, abs=0.02) and shares[2] > shares[1]
 
 
-def test_batches_repeat_if_asked_to():
-    config = build(Config, with_changes(data__options={"dense": 2, "distinct_batches": 3}))
-    batches = list(islice(open_source(config).training(0, 1), 7))
-    assert batches[0] is batches[3] is batches[6] and batches[1] is not batches[0]
-
-
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [

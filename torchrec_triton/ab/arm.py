@@ -74,10 +74,10 @@ def place(expected: int = 0) -> Iterator[Place]:
 
     expected: the world size that was asked for, 0 if none was.
     """
-    given = [name for name in _LAUNCHED if name in os.environ]
-    if given and len(given) < len(_LAUNCHED) and not dist.is_initialized():
-        missing = ", ".join(name for name in _LAUNCHED if name not in given)
-        raise LaunchError(f"{given[0]} is set, {missing} not: start with torchrun or TorchX, or unset all of them")
+    given = next((name for name in _LAUNCHED[:3] if name in os.environ), None)
+    missing = [name for name in _LAUNCHED if name not in os.environ]
+    if given and missing and not dist.is_initialized():
+        raise LaunchError(f"{given} is set, {', '.join(missing)} not: start with torchrun or TorchX, or unset all")
     world_size, local = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
     if expected not in (0, world_size):
         raise LaunchError(f"{expected} processes were asked for, the launcher started {world_size}")

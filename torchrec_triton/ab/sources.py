@@ -71,28 +71,20 @@ class Synthetic:
     @dataclass(frozen=True, kw_only=True)
     class Options:
         """dense: features; zipf: exponent of the law of the ids, 0 for uniform; jagged: bag sizes are Poisson, not all
-        equal to pooling_factor; distinct_batches: training repeats so many, 0 makes each anew; evaluation_batches."""
+        equal to pooling_factor; evaluation_batches."""
 
         dense: Annotated[int, Bounds(0)] = 13
         zipf: NonNegative = 1.05
         jagged: bool = False
-        distinct_batches: Annotated[int, Bounds(0)] = 0
         evaluation_batches: Count = 4
 
     def __init__(self, config: Config, options: Options) -> None:
         self.dense, self._options, self._seed = options.dense, options, config.seed
         self._batch_size, self._weighted = config.data.batch_size, config.model.weighted
         self._features = [(feature, table) for table in config.model.tables for feature in table.features]
-        self._made: dict[int, Batch] = {}
 
     def training(self, rank: int, world_size: int) -> Iterator[Batch]:
-        distinct = self._options.distinct_batches
-        for number in count():
-            if not distinct:
-                yield self._batch(0, rank, number)
-            else:
-                key = number % distinct
-                yield self._made[key] if key in self._made else self._made.setdefault(key, self._batch(0, rank, key))
+        return (self._batch(0, rank, number) for number in count())
 
     def evaluation(self, rank: int, world_size: int) -> Iterator[Batch]:
         return (self._batch(1, rank, number) for number in range(self._options.evaluation_batches))
