@@ -30,6 +30,12 @@ class FakeKernel:
 
         return run
 
+    def warmup(self, *args: Any, grid: tuple, **constants: Any) -> Any:
+        self.log.append(("warmup", grid, args, constants))
+        return FakeCompiled(self.log)
+
+    __name__ = "fake_kernel"
+
 
 class FakeCompiled:
     n_regs = 60  # allocated by eights: 64
@@ -64,6 +70,16 @@ def test_a_place_takes_triton_once_and_then_its_compiled_kernel(h200):
         ("compiled", (7, 1, 1), ("x", 7, 128, True)),
         ("triton", (1,), ("x", 1), {"WIDTH": 64, "MEAN": False, "num_warps": 2}),
     ]
+
+
+def test_compile_only_launches_nothing_and_is_taken_up_later(h200):
+    kernel, launcher = FakeKernel(), Launcher(torch.device("cuda", 0))
+    with launch.compile_only() as names:
+        for n in (5, 6):
+            launcher("here", kernel, n, "x", n, WIDTH=128, MEAN=True)
+    assert names == ["fake_kernel"]
+    launcher("here", kernel, 7, "x", 7, WIDTH=128, MEAN=True)
+    assert [entry[:2] for entry in kernel.log] == [("warmup", (5,)), ("compiled", (7, 1, 1))]
 
 
 def test_resident_programs_are_what_the_gpu_holds(h200):

@@ -13,6 +13,7 @@ _PUBLIC = {
     "TritonTableBatchedEmbeddingBags": "module.tbe",
     "TritonEmbeddingBagCollectionSharder": "module.sharding",
     "TritonFeatureProcessedEmbeddingBagCollectionSharder": "module.sharding",
+    "warm_up": "module.warm_up",
     "make_planner": "plan.planner",
     "with_compute_kernel": "plan.planner",
     "save_plan": "plan.files",

@@ -6,8 +6,10 @@ then on starts the kernel found there.
 """
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Hashable
+import threading
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
@@ -20,6 +22,19 @@ _BLOCKS = 32  # resident programs a multiprocessor, at most
 def kind_of(*tensors: torch.Tensor | None) -> tuple:
     """What Triton distinguishes in tensors that a caller gave: type, and whether they are aligned."""
     return tuple(None if t is None else (t.dtype, t.data_ptr() % ALIGNMENT == 0) for t in tensors)
+
+
+_this_thread = threading.local()
+
+
+@contextlib.contextmanager
+def compile_only() -> Iterator[list[str]]:
+    """Within it this thread's launches compile their kernels and run none. Yields the names of those compiled."""
+    _this_thread.compiled = []
+    try:
+        yield _this_thread.compiled
+    finally:
+        _this_thread.compiled = None
 
 
 class Launcher:
@@ -37,13 +52,20 @@ class Launcher:
         place: distinguishes launches of a call whose constants or argument types differ.
         args: the arguments before the constexpr ones, of one type at a place; constants: constexpr arguments, options.
         """
+        names = getattr(_this_thread, "compiled", None)
         if found := self._compiled.get(place):
+            if names is not None:
+                return
             compiled, tail, most = found
             compiled[(min(programs, most) if resident else programs, 1, 1)](*args, *tail)
             return
         if resident:
             programs = min(programs, 8 * _multiprocessors(self._device))
-        compiled = kernel[(programs,)](*args, **constants)
+        if names is None:
+            compiled = kernel[(programs,)](*args, **constants)
+        elif compiled := kernel.warmup(*args, grid=(programs,), **constants):
+            compiled[(1, 1, 1)]  # loads it
+            names.append(kernel.__name__)
         if compiled is not None:  # Triton's interpreter compiles nothing
             tail = tuple(constants[p.name] for p in kernel.params[len(args) :])
             self._compiled[place] = (compiled, tail, _resident(compiled, self._device))

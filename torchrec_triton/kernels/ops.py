@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from torchrec_triton.kernels import backward, bounds_check, forward, transpose, tuning
+from torchrec_triton.kernels import backward, bounds_check, forward, sort, transpose, tuning
 from torchrec_triton.kernels.common import Batch, TableLayout, cdiv, num_warps, tile_rows
-from torchrec_triton.kernels.launch import Launcher, kind_of
+from torchrec_triton.kernels.launch import Launcher, compile_only, kind_of
 
 SUPER = 64  # blocks of a super block
 # Blocks that a program of partial sums looks at where there are many, hardly any whole; and from one to the next.
@@ -66,6 +66,51 @@ def bag_output_offsets(
             BLOCK=256, num_warps=2,
         )  # fmt: skip
     return bag_output
+
+
+def compile_step(
+    layout: TableLayout,
+    weights: torch.Tensor,
+    state: torch.Tensor,
+    repairs: torch.Tensor | None,
+    optimizer: Optimizer,
+    *,
+    ids: torch.dtype,
+    output: torch.dtype,
+    weighted: bool,
+    vbe: bool,
+    mean: bool,
+    trusted: bool,
+) -> list[str]:
+    """Compiles what a forward and a backward of such calls launch; runs no kernel. Returns the kernels' names.
+
+    repairs: the counter of the bounds check, or None where there is none.
+    """
+    device, features = weights.device, layout.num_features
+    num_ids = 2 * SUPER * max(128, layout.max_block_d)  # enough for a block of blocks
+
+    def empty(count: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(count, dtype=dtype, device=device)
+
+    with _on(device), compile_only() as names:
+        bag_output = batch_offsets = None
+        if vbe:
+            batch_offsets = empty(features + 1, torch.int32)
+            ranks = empty(2 * features, torch.int32).view(features, 2)
+            bag_output = bag_output_offsets(layout, empty(features, torch.int64), batch_offsets, ranks, features)
+        batch = Batch(
+            empty(num_ids, ids), empty(features + 1, ids), empty(num_ids, torch.float32) if weighted else None,
+            bag_output, batch_offsets, 1, layout.total_dim, mean, trusted,
+        )  # fmt: skip
+        out = empty(layout.total_dim, output)
+        if repairs is not None:
+            check_bounds(layout, batch, repairs)
+        lookup(layout, weights, batch, out)
+        if weighted:
+            sample_weight_grad(layout, weights, out, batch, None, optimizer.max_gradient)
+        update(layout, weights, state, out, batch, optimizer)
+        sort.build(device, layout.key_dtype, torch.int64 if mean or weighted else torch.int32)
+    return names
 
 
 def check_bounds(layout: TableLayout, batch: Batch, repairs: torch.Tensor) -> None:

@@ -34,6 +34,12 @@ def sort_pairs(keys: torch.Tensor, payload: torch.Tensor, num_keys: int) -> tupl
     return keys, payload[order]
 
 
+def build(device: torch.device, key: torch.dtype, payload: torch.dtype) -> None:
+    """Builds what many pairs of these types will take, or loads it."""
+    if device.type == "cuda":
+        _radix_sort(device, key, payload)
+
+
 _built: dict[tuple, _RadixSort | None] = {}
 
 

@@ -26,6 +26,7 @@ _Base: Any = _fbgemm.SplitTableBatchedEmbeddingBagsCodegen
 logger = logging.getLogger("torchrec_triton")
 
 _FATAL, _WARNING, _IGNORE = (getattr(_fbgemm.BoundsCheckMode, m).value for m in ("FATAL", "WARNING", "IGNORE"))
+_SEED = 2**62  # the least seed of stochastic rounding
 _WEIGHT_DECAY = {"NONE": 0, "L2": 1, "DECOUPLE": 2}
 
 
@@ -119,6 +120,25 @@ class TritonTableBatchedEmbeddingBags(_Base):
                 device=self.D_offsets.device if device.type == "cuda" else device,
             )
         return self._layout
+
+    def warm_up(self, *, weighted: bool = False, vbe: bool = False, ids: torch.dtype = torch.int64) -> list[str]:
+        """Compiles the kernels of a training step before the first one, without running them.
+
+        weighted: calls come with per-sample weights; vbe: with a batch size for each feature and rank; ids: type of
+        indices and offsets. Tables, states and random numbers stay as they are.
+
+        Returns:
+            Names of the kernels that were compiled or loaded from Triton's cache now; empty where FBGEMM's path runs.
+        """
+        if self.triton_reasons:
+            return []
+        optimizer = self._optimizer_now(draw=False)
+        return ops.compile_step(
+            self.layout(), self.flat_weights(), self.flat_state(),
+            self.bounds_check_warning if self.bounds_check_mode_int in (_WARNING, _IGNORE) else None, optimizer,
+            ids=ids, output=_fbgemm.SparseType.from_int(self.output_dtype).as_dtype(), weighted=weighted, vbe=vbe,
+            mean=self.pooling_mode == _fbgemm.PoolingMode.MEAN, trusted=self._repairs_ids,
+        )  # fmt: skip
 
     @torch.compiler.disable
     def forward(
@@ -300,9 +320,12 @@ class TritonTableBatchedEmbeddingBags(_Base):
             self.iter_cpu.add_(1)
             self.iter.add_(1)
 
-    def _optimizer_now(self) -> ops.Optimizer:
+    def _optimizer_now(self, draw: bool = True) -> ops.Optimizer:
         args = self.optimizer_args
         rounds = args.stochastic_rounding and self.weights_precision != _fbgemm.SparseType.FP32
+        seed = _SEED if rounds else 0
+        if rounds and draw and torch.is_grad_enabled():
+            seed = _draw_seed(self.D_offsets.device, self.step)
         return ops.Optimizer(
             adagrad=self.optimizer == _fbgemm.OptimType.EXACT_ROWWISE_ADAGRAD,
             learning_rate=float(self.get_learning_rate()),
@@ -311,7 +334,7 @@ class TritonTableBatchedEmbeddingBags(_Base):
             weight_decay_mode=_WEIGHT_DECAY[self.weight_decay_mode.name],
             max_gradient=float(args.max_gradient) if args.gradient_clipping else None,
             stochastic_rounding=rounds,
-            seed=_draw_seed(self.D_offsets.device, self.step) if rounds and torch.is_grad_enabled() else 0,
+            seed=seed,
         )
 
 
@@ -479,7 +502,7 @@ def _draw_seed(device: torch.device, step: int) -> int:
     """A seed for one step's stochastic rounding, from the device's default generator, which it advances.
 
     A graph under capture can't read the generator, so its seed follows from the step and every replay rounds alike.
-    Always between 2^62 and 2^63, so that the kernels see one integer type.
+    Always between _SEED and 2^63, so that the kernels see one integer type.
     """
     if device.type == "cpu":
         mixed = int(torch.randint(0, 2**62, (), dtype=torch.int64))
@@ -490,4 +513,4 @@ def _draw_seed(device: torch.device, step: int) -> int:
         offset = generator.get_offset()
         generator.set_offset(offset + 4)
         mixed = generator.initial_seed() * 0x9E3779B97F4A7C15 + offset
-    return 2**62 | mixed & (2**62 - 1)
+    return _SEED | mixed & (_SEED - 1)
