@@ -182,13 +182,13 @@ def test_the_run_learns_and_its_replay_agrees(demo, config, tmp_path):
 
 @pytest.fixture
 def small(demo, tmp_path):
-    """The source over the first 250 purchases, and its configuration: four steps of 16."""
+    """The source over the first 250 purchases, and its configuration: three steps of 16."""
     path = tmp_path / "orders.csv"
     path.write_text("".join(demo.data_file().read_text().splitlines(keepends=True)[:251]))
     config = load_config(ROOT / "configs" / "demo.yaml")
     data = dataclasses.replace(config.data, batch_size=16)
-    ab = dataclasses.replace(config.ab, warmup=1, profile_steps=1)
-    config = dataclasses.replace(config, steps=4, data=data, ab=ab)
+    ab = dataclasses.replace(config.ab, warmup=1, profile_steps=0)
+    config = dataclasses.replace(config, steps=3, data=data, ab=ab)
     return config, demo.Instacart(config, demo.Instacart.Options(history=20), path)
 
 

@@ -11,7 +11,7 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-STEPS, BATCH, USERS, ITEMS, DIM = 20, 64, 1000, 5000, 32
+STEPS, BATCH, USERS, ITEMS, DIM = 20, 24, 100, 1000, 32
 
 
 class Model(nn.Module):

@@ -12,7 +12,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from torchrec_triton import TritonEmbeddingBagCollectionSharder, make_planner
 
-STEPS, BATCH, USERS, ITEMS, DIM = 20, 64, 1000, 5000, 32
+STEPS, BATCH, USERS, ITEMS, DIM = 20, 24, 100, 1000, 32
 
 
 class Model(nn.Module):
