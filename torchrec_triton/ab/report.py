@@ -17,7 +17,7 @@ from torchrec_triton.ab.plot import bars, curves, distribution, intervals
 from torchrec_triton.config import Limits
 
 Rows = list[Sequence[str]]
-_ADVICE = {
+_MEANING = {
     "input": "waiting for the batch, and starting the exchange of the next one's ids",
     "forward": "the model, with the exchange of pooled embeddings",
     "backward": "with the exchange of gradients, the update of the tables, and the rest of the next batch's exchange",
@@ -177,7 +177,7 @@ def how(report: Report) -> list[str]:
     lines = [
         "A step goes from the call of the pipeline to the end of its work; of all ranks the slowest counts. Ratios are "
         "A / B, above 1 means that B is faster; their 95 % intervals come from a bootstrap over pairs of steps.",
-        "Phases: " + "; ".join(f"{phase}: {_ADVICE[phase]}" for phase in PHASES) + ".",
+        "Phases: " + "; ".join(f"{phase}: {_MEANING[phase]}" for phase in PHASES) + ".",
     ]
     if profiled := report["arms"]["A"]["profile"]:
         lines.append(
