@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -154,6 +155,7 @@ DLRM26_MULTI = replace(
     DLRM26, name="dlrm26 multi-hot", alpha=1.05, pooling=_ints("3 2 1 2 6 1x4 7 3 8 1 6 9 5 1x3 12 100 27 10 3 1x2")
 )
 WIDE20 = Workload("20 x 1M D=256", _ints("1000000x20"), _ints("256x20"), _ints("30x20"), batch=4096, weighted=True)
+_ROUNDS = 3
 # So little work that the host's time a call is what a step takes.
 _LAUNCH = Workload("launch-bound D=128", _ints("10000x8"), _ints("128x8"), _ints("4x8"), batch=64, group="launch")
 
@@ -210,7 +212,8 @@ def grid(axes: Grid, tables: GridTables) -> Iterator[Workload]:
 
 
 def workloads(suite: Suite, tables: GridTables) -> list[Workload]:
-    """All shapes of a suite, in the order in which they run.
+    """All shapes of a suite, in the order in which they run. The grid comes in rounds, so that a run that is cut short
+    has shapes of every kind; within a round those that share their tables stand together.
 
     Raises:
         ConfigError: there is no real workload of a name, or two shapes have one name.
@@ -222,7 +225,7 @@ def workloads(suite: Suite, tables: GridTables) -> list[Workload]:
     shapes += launch_bound()
     shapes += itertools.chain.from_iterable(map(sweep, suite.sweep))
     cells = itertools.chain.from_iterable(grid(axes, tables) for axes in suite.grid)
-    shapes += sorted(cells, key=lambda w: (w.dims, w.rows))
+    shapes += sorted(cells, key=lambda w: (zlib.crc32(w.name.encode()) % _ROUNDS, w.dims, w.rows))
     names = [shape.name for shape in shapes]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ConfigError(f"grid, sweep: the shape {twice[0]!r} is there twice")
