@@ -240,7 +240,8 @@ def _apply(
     for index, bucket in enumerate(layout.buckets):
         d = bucket.block_d
         shape: dict[str, Any] = {"BLOCK_D": d, "EXACT": bucket.exact}
-        look = tile_rows(d, tiles.long)
+        rows = {"VEC": bucket.weight_vec, **shape, **flags}
+        look, abreast = tile_rows(d, tiles.long), tile_rows(d, tiles.short)
         for super_blocks, partial in ((1, blocks), (SUPER, supers)):
             if count := partial.shape[0]:
                 each = min(_GROUP, max(1, count // _ENOUGH))
@@ -252,24 +253,21 @@ def _apply(
                     GROUP=_GROUP, SUPER=super_blocks, BLOCK=block, LOOK=look, WIDTH=width, **shape,
                     SCALED=flags["SCALED"], CLIP=flags["CLIP"], num_warps=num_warps(d, look),
                 )  # fmt: skip
-        shape |= {"VEC": bucket.weight_vec, **flags}
-        abreast = tile_rows(d, tiles.short)
-        shape |= {"RUNS": abreast, "num_warps": num_warps(d, abreast, tiles.short_warp)}
+        warps = num_warps(d, abreast, tiles.short_warp)
         launch(
             ("single", index), backward.update_single_kernel, cdiv(single, abreast),
-            *descriptors, transpose.SINGLE * ranges + index, layout.table_meta, *step, **shape, resident=True,
+            *descriptors, transpose.SINGLE * ranges + index, layout.table_meta, *step,
+            RUNS=abreast, **rows, num_warps=warps, resident=True,
         )  # fmt: skip
         if short:
             launch(
                 ("short", index), backward.update_short_kernel, cdiv(short, abreast),
                 *descriptors, transpose.SHORT * ranges + index, ranges, runs.payload, layout.table_meta, *step,
-                KINDS=transpose.LONG - transpose.SHORT, **shape, resident=True,
+                KINDS=transpose.LONG - transpose.SHORT, RUNS=abreast, **rows, num_warps=warps, resident=True,
             )  # fmt: skip
         if long:
-            del shape["RUNS"]
-            shape["num_warps"] = num_warps(d, look)
             launch(
                 ("long", index), backward.update_long_kernel, long,
                 *descriptors, transpose.LONG * ranges + index, runs.payload, blocks, supers, layout.table_meta, *step,
-                LOOK=look, WIDTH=width, BLOCK=block, SUPER=SUPER, **shape, resident=True,
+                LOOK=look, WIDTH=width, BLOCK=block, SUPER=SUPER, **rows, num_warps=num_warps(d, look), resident=True,
             )  # fmt: skip
