@@ -31,7 +31,7 @@ def sort_pairs(keys: torch.Tensor, payload: torch.Tensor, num_keys: int) -> tupl
     if radix is not None:
         return radix(keys, payload, num_keys.bit_length())
     keys, order = torch.sort(keys, stable=True)
-    return keys, payload[order]
+    return keys, payload.index_select(0, order)
 
 
 def build(device: torch.device, key: torch.dtype, payload: torch.dtype) -> None:
