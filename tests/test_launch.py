@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import pickle
+from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
 
@@ -70,6 +72,14 @@ def test_a_place_takes_triton_once_and_then_its_compiled_kernel(h200):
         ("compiled", (7, 1, 1), ("x", 7, 128, True)),
         ("triton", (1,), ("x", 1), {"WIDTH": 64, "MEAN": False, "num_warps": 2}),
     ]
+
+
+def test_a_copy_compiles_for_itself(h200):
+    kernel, launcher = FakeKernel(), Launcher(torch.device("cuda", 0))
+    launcher("here", kernel, 1, "x", 1, WIDTH=1, MEAN=True)
+    for copy in (deepcopy(launcher), pickle.loads(pickle.dumps(launcher))):
+        copy("here", kernel, 1, "x", 1, WIDTH=1, MEAN=True)
+    assert [entry[0] for entry in kernel.log] == ["triton"] * 3
 
 
 def test_compile_only_launches_nothing_and_is_taken_up_later(h200):

@@ -44,6 +44,12 @@ class Launcher:
         self._device = device
         self._compiled: dict[Hashable, tuple[Any, tuple, int]] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {"device": self._device}  # what was compiled belongs to this process
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
     def __call__(
         self, place: Hashable, kernel: JITFunction, programs: int, *args: Any, resident: bool = False, **constants: Any
     ) -> None:
