@@ -20,6 +20,7 @@ from torchrec_triton.bench.config import Card, Grid, GridTables, Rate, Suite, Sw
 from torchrec_triton.bench.gate import GateError, Pair
 from torchrec_triton.bench.workloads import PROD66, Batch, Workload, grid, make_batch, real, sweep, workloads
 from torchrec_triton.config import ConfigError
+from torchrec_triton.kernels import ops
 
 H200 = Path(__file__).parents[1] / "configs" / "bench_h200.yaml"
 CPU = torch.device("cpu")
@@ -198,8 +199,9 @@ def test_bytes_of_a_hand_made_batch():
     moved = floor.traffic(shape, batch, [3, 2], weight_bytes=2)
     rows, inputs, output = (3 * 8 + 2 * 4) * 2, 13 * 8 + 3 * 8 + 13 * 4, (8 + 4) * 4
     assert moved["forward"] == {"hbm": {"rows": rows, "inputs": inputs, "output": output}, "l2": (9 * 8 + 4 * 4) * 2}
-    # 303 row keys take 9 bits, two digits; key and payload are 4 bytes each, read and written.
-    hbm = {"rows": 2 * rows, "state": 5 * 64, "inputs": inputs, "output": output, "sort": 2 * 2 * 13 * 8}
+    # 303 row keys take 9 bits, two digits; key and payload are 4 bytes each, read and written. Two of 300 rows have
+    # sectors of their own; the states of a table of three take no more than themselves.
+    hbm = {"rows": 2 * rows, "state": 3 * 8 + 2 * 64, "inputs": inputs, "output": output, "sort": 2 * 2 * 13 * 8}
     assert moved["backward"] == {"hbm": hbm, "l2": (9 * 8 + 4 * 4) * 4}
 
 
@@ -249,6 +251,20 @@ def _scaled(side: str, attribute: str, factor: float):
             tbe.forward = lambda *arguments, **more: forward(*arguments, **more) * factor
 
     return change
+
+
+def test_what_is_wrong_only_in_stochastic_rounding_is_found(monkeypatch):
+    """Times are taken with it."""
+    update = ops.update
+
+    def wrong(layout, weights, state, grad, batch, optimizer):
+        update(layout, weights, state, grad, batch, optimizer)
+        if optimizer.stochastic_rounding:
+            weights.zero_()
+
+    monkeypatch.setattr(ops, "update", wrong)
+    with pytest.raises(GateError, match="stochastic weights"):
+        gated(SHAPES["plain"])
 
 
 @pytest.mark.parametrize("side", ["ours", "theirs"])

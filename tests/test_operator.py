@@ -146,6 +146,23 @@ def test_empty_tables_batches_and_bags(rows: tuple[int, ...], bags: int, length:
     assert [state[0].shape for state in module.split_optimizer_states()] == [(count,) for count in rows]
 
 
+@pytest.mark.parametrize("vbe", [False, True])
+def test_ids_without_bags_update_nothing(vbe: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = build(Case(rows=(5,), dims=(8,), feature_table_map=(0,), lengths=(2,)), device, strict=True)
+    before = contents(module)
+    weights = torch.rand(3, device=device, requires_grad=True)
+    real = torch.empty
+    # What is left unwritten would name row 1.
+    monkeypatch.setattr(torch, "empty", lambda *shape, **options: real(*shape, **options).fill_(1))
+    sizes = [[0, 0]] if vbe else None
+    ids, offsets = torch.tensor([1, 2, 3], device=device), torch.zeros(1, dtype=torch.int64, device=device)
+    out = module(ids, offsets, weights, batch_size_per_feature_per_rank=sizes)
+    assert out.numel() == 0
+    out.sum().backward()
+    assert weights.grad is not None and not weights.grad.any()
+    assert same_bits(contents(module), before)
+
+
 @pytest.mark.parametrize("dim", [4, 16, 20, 124, 252, 516, 1024, 1028, 1280, 2048, 4096])
 @pytest.mark.parametrize("precision", DTYPES)
 def test_any_width(dim: int, precision: str, device: torch.device) -> None:

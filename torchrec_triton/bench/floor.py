@@ -4,7 +4,7 @@ A pass takes at least max(bytes of HBM / copy rate, bytes of L2 / L2 gather rate
     forward   HBM: every distinct row once, ids, offsets and per-sample weights, the output once
               L2:  every looked-up row
     backward  HBM: the output's gradient once, every distinct row in and out, 64 B of state a distinct row (a 32-byte
-                   sector in and out), ids, offsets and per-sample weights, and the sort
+                   sector in and out; 8 B a row where all rows are hit), ids, offsets, per-sample weights, the sort
               L2:  a gradient row for each lookup
 The sort is counted as a radix sort of 8-bit digits that moves a key and a 4-byte payload of every id in and out each
 pass, over the bits that the row keys need. It is the least that is done in practice, not a bound of theory.
@@ -61,11 +61,13 @@ def traffic(
     output = math.prod(workload.output_shape) * output_bytes
     keys = sum(workload.rows)
     passes = -(-keys.bit_length() // 8)
+    # A 32-byte sector in and out a row, or all states where the rows are dense.
+    state = sum(min(64 * u, 8 * r) for u, r in zip(unique, workload.rows))
     sort = passes * 2 * ids * ((4 if keys < 2**31 else 8) + 4)
     return {
         "forward": {"hbm": {"rows": rows, "inputs": inputs, "output": output}, "l2": looked_up * weight_bytes},
         "backward": {
-            "hbm": {"rows": 2 * rows, "state": 64 * sum(unique), "inputs": inputs, "output": output, "sort": sort},
+            "hbm": {"rows": 2 * rows, "state": state, "inputs": inputs, "output": output, "sort": sort},
             "l2": looked_up * output_bytes,
         },
     }

@@ -24,8 +24,9 @@ SAMPLES = 16  # bags and rows of each table in the float64 check
 
 # Largest differences of the sides: of an output as a share of its largest value, of weights absolute, of state as a
 # share of itself. Tables begin in [-1, 1], where fp16 is spaced by 2^-11: the sides may round a weight apart, and the
-# second output shows it. State is fp32 sums in different orders; a lookup lost of a run of n moves it by 1/sqrt(n).
-LIMITS = {"output1": 2e-6, "output2": 1e-3, "weights": 2e-3, "state": 3e-4}
+# second output shows it, and by three spacings of numbers above 1 once each has rounded stochastically in its own way.
+# State is fp32 sums in different orders; a lookup lost of a run of n moves it by 1/sqrt(n).
+LIMITS = {"output1": 2e-6, "output2": 1e-3, "weights": 2e-3, "stochastic weights": 3e-3, "state": 3e-4}
 
 Call = Callable[[Batch], torch.Tensor]
 
@@ -107,7 +108,7 @@ class Pair:
 
 
 def gate(pair: Pair, workload: Workload, batches: list[Batch], grad: torch.Tensor) -> dict[str, float]:
-    """Two steps on both sides, from equal weights, rounding to nearest.
+    """Two steps on both sides, from equal weights, rounding to nearest, then one with stochastic rounding, as timed.
 
     Returns: largest differences of the sides (see LIMITS), and the sample's errors as shares of what is allowed.
 
@@ -115,21 +116,25 @@ def gate(pair: Pair, workload: Workload, batches: list[Batch], grad: torch.Tenso
         GateError: a difference is larger than rounding explains.
     """
     pair.reset()
-    pair.set_stochastic_rounding(False)
     calls = pair.calls()
     result: dict[str, float] = {}
     shares = []
-    for step, (batch, other) in enumerate(zip(batches, ("fbgemm", "fbgemm2")), start=1):
+    (weights, state), (their_weights, their_state) = flat(pair.ours), flat(pair.theirs)
+    for step, other in enumerate(("fbgemm", "fbgemm2", "fbgemm"), start=1):
+        batch, stochastic = batches[(step - 1) % len(batches)], step == 3
+        pair.set_stochastic_rounding(stochastic)
         samples = [_sample(pair.ours, workload, batch, grad, f, step) for f in range(len(workload.rows))]
         out, expected = calls["triton"](batch), calls[other](batch)
-        largest = float(expected.detach().abs().max()) + 1e-30
-        result[f"output{step}"] = _largest_difference(out.detach(), expected.detach()) / largest
+        if not stochastic:
+            largest = float(expected.detach().abs().max()) + 1e-30
+            result[f"output{step}"] = _largest_difference(out.detach(), expected.detach()) / largest
         out.backward(grad)
         expected.backward(grad)
-        shares += [_errors(pair.ours, workload, out.detach(), f, sample) for f, sample in enumerate(samples)]
+        result["stochastic weights" if stochastic else "weights"] = _largest_difference(weights, their_weights)
+        shares += [
+            _errors(pair.ours, workload, out.detach(), f, sample, stochastic) for f, sample in enumerate(samples)
+        ]
         del out, expected
-    (weights, state), (their_weights, their_state) = flat(pair.ours), flat(pair.theirs)
-    result["weights"] = _largest_difference(weights, their_weights)
     scale = their_state.clamp(min=1e-30)
     result["state"] = _largest_difference(state / scale, their_state / scale)
     limits = dict(LIMITS)
@@ -137,7 +142,6 @@ def gate(pair: Pair, workload: Workload, batches: list[Batch], grad: torch.Tenso
         result[f"float64 {name}"], limits[f"float64 {name}"] = share, 1.0
     if wrong := [name for name, limit in limits.items() if not result[name] <= limit]:  # NaN is wrong too
         raise GateError(", ".join(f"{name} differs by {result[name]:.3g} (allowed {limits[name]:g})" for name in wrong))
-    pair.set_stochastic_rounding(True)
     return result
 
 
@@ -211,18 +215,20 @@ def _pick(wanted: torch.Tensor, values: torch.Tensor, count: int) -> tuple[torch
     return wanted, at[kept], kept
 
 
-def _errors(tbe: Any, workload: Workload, output: torch.Tensor, f: int, sample: _Sample) -> torch.Tensor:
+def _errors(
+    tbe: Any, workload: Workload, output: torch.Tensor, f: int, sample: _Sample, stochastic: bool = False
+) -> torch.Tensor:
     """[3]: largest error of output, weights and state as a share of what is allowed."""
     table, state = _table(tbe, workload, f)
     out, weights = workload.feature(output, f)[sample.bags].double(), table[sample.rows].double()
-    # Half a spacing of the weights' type, and what fp32 costs on the way: a state off by 5e-5 of itself moves a step of
-    # lr * G / sqrt(m), a few hundredths at most, by 2e-6 at most.
+    # Half a spacing of the weights' type (a whole one, stochastically), and what fp32 costs on the way: a state off by
+    # 5e-5 of itself moves a step of lr * G / sqrt(m), a few hundredths at most, by 2e-6 at most.
     spacing = torch.finfo(table.dtype).eps * torch.exp2(sample.weights.abs().clamp(min=2.0**-14).log2().floor())
     # fp32 sums of up to a million gradients of either sign, blockwise on both sides.
     state_error = 5e-5 * sample.state
     pairs = (
         (out - sample.output, sample.output_error),
-        (weights - sample.weights, spacing / 2 + 2e-6),
+        (weights - sample.weights, (spacing if stochastic else spacing / 2) + 2e-6),
         (state[sample.rows].double() - sample.state, state_error),
     )
     worst = [(error.abs() / (allowed + 1e-30)).reshape(-1) for error, allowed in pairs]

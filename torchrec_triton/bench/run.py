@@ -197,6 +197,7 @@ def _origin(commit: str) -> dict[str, Any]:
             "cuda": torch.version.cuda,
             **{package: _compat.installed_version(package) for package in _compat.PACKAGES},
             "torch": torch.__version__,
+            "cuda-cccl": "not used, torch.sort" if _compat.cub_problem() else _compat.installed_version("cuda-cccl"),
         },
         "commit": commit,
         "command": "torchrec-triton " + " ".join(sys.argv[1:]),

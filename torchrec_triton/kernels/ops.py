@@ -1,7 +1,7 @@
 """The launchers: bounds check, pooled lookup, gradient of per-sample weights, and the update. The way into the kernels.
 
-Functions take tensors and a `Batch`, launch on the current stream of the tensors' device, never wait for the device,
-and keep nothing between calls.
+Functions take tensors and a `Batch`, launch on the current stream of the tensors' device and never wait for the device.
+Between calls nothing is kept but what was compiled.
 """
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def sample_weight_grad(
     grad: gradient of the output, contiguous. wanted: int32 [F], 0 where a feature's weights want none, or None for all.
     """
     weight_grad = torch.zeros(batch.indices.numel(), dtype=torch.float32, device=weights.device)
-    if batch.indices.numel() == 0:
+    if batch.indices.numel() == 0 or batch.offsets.numel() <= 1:
         return weight_grad
     clip = max_gradient is not None
     launch = layout.launcher("weight grad", batch.kind, kind_of(weights, grad, wanted), clip)
@@ -205,7 +205,7 @@ def update(
     weights: the flat tables; state: the flat fp32 row-wise state (unused by SGD).
     grad: gradient of the output, contiguous.
     """
-    if batch.indices.numel() == 0 or layout.num_keys == 0:
+    if batch.indices.numel() == 0 or batch.offsets.numel() <= 1 or layout.num_keys == 0:
         return
     stochastic = optimizer.stochastic_rounding and weights.dtype != torch.float32
     flags = {

@@ -125,7 +125,8 @@ def linearize_kernel(
     total_dim,
     no_row,  # the key of lookups that have none
     BAGS: tl.constexpr,
-    NARROW: tl.constexpr,  # keys have 32 bits and ids were checked
+    TRUSTED: tl.constexpr,
+    NARROW: tl.constexpr,  # trusted, and keys have 32 bits
     WEIGHTED: tl.constexpr,
     MEAN: tl.constexpr,
     VBE: tl.constexpr,
@@ -150,8 +151,8 @@ def linearize_kernel(
     else:
         _linearize(keys, payload, indices, sample_weights, begin, length, row, key_begin, rows, no_row,
                    32, NARROW, WEIGHTED, MEAN)  # fmt: skip
-    if tl.program_id(0) == 0:
-        # Ids before the first bag and after the last belong to no bag.
+    if TRUSTED & (tl.program_id(0) == 0):
+        # Ids before the first bag and after the last belong to none. A batch that is not trusted begins with such keys.
         head = tl.minimum(tl.maximum(tl.load(offsets).to(tl.int64), 0), num_ids)
         tail = tl.minimum(tl.maximum(tl.load(offsets + num_bags).to(tl.int64), 0), num_ids)
         for i in range(0, head):
@@ -332,8 +333,8 @@ def transpose(layout: TableLayout, batch: Batch, launch: Launcher) -> Runs:
         "linearize", linearize_kernel, layout.num_features * cdiv(batch.batch_size, bags),
         keys, payload, batch.indices, batch.offsets, batch.sample_weights, batch.bag_output, batch.batch_offsets,
         layout.feature_meta, batch.batch_size, num_ids, batch.offsets.numel() - 1, layout.total_dim, layout.num_keys,
-        BAGS=bags, NARROW=batch.trusted and layout.key_dtype == torch.int32, WEIGHTED=weighted, MEAN=batch.mean,
-        VBE=vbe, num_warps=4,
+        BAGS=bags, TRUSTED=batch.trusted, NARROW=batch.trusted and layout.key_dtype == torch.int32, WEIGHTED=weighted,
+        MEAN=batch.mean, VBE=vbe, num_warps=4,
     )  # fmt: skip
     keys, payload = sort_pairs(keys, payload, layout.num_keys)
 

@@ -132,12 +132,12 @@ class TritonTableBatchedEmbeddingBags(_Base):
         """
         if self.triton_reasons:
             return []
-        optimizer = self._optimizer_now(draw=False)
+        optimizer, mean = self._optimizer_now(draw=False), self.pooling_mode == _fbgemm.PoolingMode.MEAN
         return ops.compile_step(
             self.layout(), self.flat_weights(), self.flat_state(),
             self.bounds_check_warning if self.bounds_check_mode_int in (_WARNING, _IGNORE) else None, optimizer,
-            ids=ids, output=_fbgemm.SparseType.from_int(self.output_dtype).as_dtype(), weighted=weighted, vbe=vbe,
-            mean=self.pooling_mode == _fbgemm.PoolingMode.MEAN, trusted=self._repairs_ids,
+            ids=ids, output=_fbgemm.SparseType.from_int(self.output_dtype).as_dtype(), weighted=weighted and not mean,
+            vbe=vbe, mean=mean, trusted=self._repairs_ids,
         )  # fmt: skip
 
     @torch.compiler.disable

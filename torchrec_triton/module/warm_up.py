@@ -18,7 +18,7 @@ logger = logging.getLogger("torchrec_triton")
 def warm_up(
     model: nn.Module, *, weighted: bool | None = None, vbe: bool = False, ids: torch.dtype = torch.int64
 ) -> tuple[int, float]:
-    """Compiles what the Triton operators inside `model` launch in a training step. Nothing runs and nothing changes.
+    """Compiles what the Triton operators inside `model` launch in a training step. No table changes.
 
     Call it on every rank, after the model is sharded and before the first step.
 
