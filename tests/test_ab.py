@@ -20,6 +20,7 @@ import torch
 import yaml
 from distributed_harness import ranks
 from torch import distributed as dist
+from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.sharding_plan import column_wise, construct_module_sharding_plan, row_wise, table_wise
 from torchrec.distributed.types import ShardingPlan
 
@@ -32,7 +33,8 @@ from torchrec_triton.ab.sources import open_source
 from torchrec_triton.cli import main
 from torchrec_triton.config import Config, ConfigError, Limits, build, load_config
 from torchrec_triton.plan.configured import model_of
-from torchrec_triton.plan.planner import with_compute_kernel
+from torchrec_triton.plan.files import save_plan
+from torchrec_triton.plan.planner import _Planner, with_compute_kernel
 from torchrec_triton.plan.reasons import UnsupportedTableError
 
 ROOT = Path(__file__).parents[1]
@@ -68,8 +70,9 @@ def placed(config: Config, shardings: str) -> ShardingPlan:
     tables = {table.name: makers[kind] for table, kind in zip(config.model.tables, shardings.split())}
     collection = model_of(config)["embeddings"]
     size = dist.get_world_size()
-    plan = construct_module_sharding_plan(collection, tables, local_size=size, world_size=size, device_type="cpu")
-    return with_compute_kernel(ShardingPlan({"embeddings": plan}), "fused")
+    made = construct_module_sharding_plan(collection, tables, local_size=size, world_size=size, device_type="cpu")
+    plan = with_compute_kernel(ShardingPlan({"embeddings": made}), "fused")  # TorchRec's helpers give `dense`
+    return with_compute_kernel(plan, config.kernels())
 
 
 def compared(content: dict[str, Any], shardings: str = "") -> dict[str, Any]:
@@ -185,6 +188,83 @@ def test_tables_of_several_widths():
     config = build(Config, with_changes(model__tables=tables, model__interaction="cat", compute_kernel="fused"))
     with place() as here:
         assert compare(config, here, open_source(config), lambda *_: None)["loss_difference"] == 0
+
+
+def moved_to_unified_memory(plan: ShardingPlan, *names: str) -> ShardingPlan:
+    for name in names:
+        plan.plan["embeddings"][name].compute_kernel = "fused_uvm_caching"
+    return plan
+
+
+@pytest.mark.parametrize("changes", [{}, {"compute_kernel": "fused_triton"}])
+def test_a_table_in_unified_memory_stays_there(monkeypatch, changes):
+    """The planner puts one there for A, and another for B: B's arm has A's plan."""
+    found = iter((["one"], ["two"]))
+    original = EmbeddingShardingPlanner.collective_plan
+    monkeypatch.setattr(
+        _Planner, "collective_plan", lambda *args: moved_to_unified_memory(original(*args), *next(found))
+    )
+    config = build(Config, with_changes(**changes))
+    with place() as here:
+        if changes:
+            with pytest.raises(UnsupportedTableError, match="table one: compute_kernel=fused_uvm_caching"):
+                compare(config, here, open_source(config), lambda *_: None)
+            return
+        report = compare(config, here, open_source(config), lambda *_: None)
+    got = {table["name"]: (table["A"]["kernel"], table["B"]["kernel"]) for table in report["tables"]}
+    assert got == {
+        "one": ("fused_uvm_caching", "fused_uvm_caching"),
+        "two": ("fused", "fused_triton"),
+        "three": ("fused", "fused_triton"),
+    }
+    assert report["tables"][0]["B"]["reasons"] == ["the plan has fused_uvm_caching"]
+
+
+@pytest.mark.parametrize("mode", ["train", "ab"])
+def test_the_kernels_of_a_plan_on_file_count(tmp_path, capsys, mode):
+    path, plan_path, content = tmp_path / "run.yaml", tmp_path / "plan.json", with_changes()
+    with place():
+        plan = placed(build(Config, content), "tw tw tw")
+    save_plan(with_compute_kernel(moved_to_unified_memory(plan, "three"), {"two": "fused"}), plan_path)
+    path.write_text(yaml.safe_dump(content))
+    assert run(mode, str(path), tmp_path / "out", 0, plan_path) == 0
+    tables = json.loads((tmp_path / "out" / "report.json").read_text())["tables"]
+    got = {t["name"]: t["B"]["kernel"] for t in tables} if mode == "ab" else {n: t["kernel"] for n, t in tables.items()}
+    assert got == {"one": "fused_triton", "two": "fused", "three": "fused_uvm_caching"}
+    capsys.readouterr()
+    path.write_text(yaml.safe_dump(with_changes(rules=[{"tables": "one", "compute_kernel": "fused"}])))
+    assert run(mode, str(path), tmp_path / "out", 0, plan_path) == 2
+    told = capsys.readouterr().err
+    assert "plan.json: table one has fused_triton in the plan, and the configuration asks for fused" in told
+
+
+def test_the_plan_of_a_baseline_does_not_depend_on_a_hash(tmp_path):
+    """TorchRec's, of tables that tie in its estimates."""
+    tables = [{"name": f"t{i}", "rows": 1000 * (i + 1), "dim": 128, "pooling_factor": i + 1} for i in range(12)]
+    content = {"model": {"tables": tables}, "compute_kernel": "fused"}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
+    code = """
+import sys
+from torchrec_triton.ab.arm import Place, _planner
+from torchrec_triton.config import load_config
+from torchrec_triton.plan.configured import PlanningSharder, model_of
+import torch
+config, sharder = load_config(sys.argv[1]), PlanningSharder()
+planner = _planner(config, Place(torch.device("cpu"), 0, 8, 8), config.kernels(), sharder, 2)
+plan = planner.plan(model_of(config), [sharder])
+print([(name, s.sharding_type, s.ranks) for name, s in plan.plan["embeddings"].items()])
+"""
+    printed = set()
+    for seed in "0123":
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path / "run.yaml")],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        printed.add(done.stdout.splitlines()[-1])
+    assert len(printed) == 1
 
 
 def test_replan_lets_the_planner_choose():

@@ -29,7 +29,9 @@ from torchrec_triton.ab.model import Recommender, fill
 from torchrec_triton.config import Config, ConfigError, ShardingTypeName
 from torchrec_triton.module.sharding import TritonEmbeddingBagCollectionSharder
 from torchrec_triton.plan.configured import constraints_of
+from torchrec_triton.plan.estimator import KERNELS
 from torchrec_triton.plan.planner import make_planner, with_compute_kernel
+from torchrec_triton.plan.reasons import FUSED_TRITON
 
 PIPELINES = {"sparse_dist": TrainPipelineSparseDist, "base": TrainPipelineBase}
 PHASES = ("input", "forward", "backward", "optimizer")
@@ -134,7 +136,8 @@ class Feed:
 
 class Arm:
     """A model, its optimizers and its pipeline. kernels: table -> the compute kernel asked for; frozen: a plan of where
-    the tables lie, so that the planner only chooses kernels; arms: how many models share the device's memory.
+    the tables lie, so that the planner only chooses between `fused` and `fused_triton` for the tables of `auto`; what
+    lies in another kernel there keeps it. arms: how many models share the device's memory.
 
     plan: TorchRec's; tables: what each table asked for, got, and why. losses: one a step, of this
     rank. phases: a step's four times in ms (see PHASES). peak: bytes of GPU memory that this arm alone would need.
@@ -154,26 +157,32 @@ class Arm:
         begin = here.allocated()
         self.net = Recommender(config, dense, here.device)
         sharder = TritonEmbeddingBagCollectionSharder(fused_params=config.torchrec_fused_params())
-        planner = _planner(config, here, kernels, sharder, arms)
-        plan = planner.collective_plan(self.net, [sharder], dist.GroupMember.WORLD)
+        got, reasons = kernels, dict[str, list[str]]()
+        if frozen is None or "auto" in kernels.values():
+            planner = _planner(config, here, kernels, sharder, arms)
+            self.plan = planner.collective_plan(self.net, [sharder], dist.GroupMember.WORLD)
+            got = kernels_in(self.plan)
+            said = [{table.table: list(table.reasons) for table in planner.explain()}]  # rank 0 has planned
+            dist.broadcast_object_list(said)
+            reasons = said[0]
         if frozen is not None:
-            got = {table: sharding.compute_kernel for table, sharding in plan.plan["embeddings"].items()}
-            plan = with_compute_kernel(frozen, got, module=self.net, sharders=[sharder])
-        self.plan = plan
-        reasons = [{table.table: list(table.reasons) for table in planner.explain()}]  # rank 0 has planned
-        dist.broadcast_object_list(reasons)
+            held = kernels_in(frozen)
+            kept = {t: k for t, k in held.items() if k not in KERNELS and kernels[t] != FUSED_TRITON}
+            swapped = {t: k if k in KERNELS else kernels[t] for t, k in got.items() if t not in kept}
+            self.plan = with_compute_kernel(frozen, swapped, module=self.net, sharders=[sharder])
+            reasons |= {table: [f"the plan has {kernel}"] for table, kernel in kept.items()}
         self.tables = {
             table: {
                 "asked": kernels[table],
                 "kernel": sharding.compute_kernel,
                 "sharding": sharding.sharding_type,
                 "ranks": list(sharding.ranks or []),
-                "reasons": reasons[0][table],
+                "reasons": reasons.get(table, []),
             }
-            for table, sharding in plan.plan["embeddings"].items()
+            for table, sharding in self.plan.plan["embeddings"].items()
         }
         self.model = DistributedModelParallel(
-            self.net, ShardingEnv.from_process_group(dist.GroupMember.WORLD), here.device, plan, sharders=[sharder]
+            self.net, ShardingEnv.from_process_group(dist.GroupMember.WORLD), here.device, self.plan, sharders=[sharder]
         )
         weights = self.weights()
         for table in config.model.tables:
@@ -273,6 +282,11 @@ def shards_of(value: Tensor | ShardedTensor) -> list[tuple[Tensor, tuple[int, in
     return [(s.tensor, (*s.metadata.shard_offsets, 0)[:2]) for s in value.local_shards()]  # type: ignore[misc]
 
 
+def kernels_in(plan: ShardingPlan) -> dict[str, str]:
+    """Table -> its compute kernel."""
+    return {table: sharding.compute_kernel for table, sharding in plan.plan["embeddings"].items()}
+
+
 def _planner(config: Config, here: Place, kernels: dict[str, str], sharder: Any, arms: int) -> Any:
     offered = sharder.sharding_types(here.device.type)
     for table in config.model.tables:
@@ -291,4 +305,5 @@ def _planner(config: Config, here: Place, kernels: dict[str, str], sharder: Any,
         **memory,
     )
     constraints = constraints_of(config)
-    return make_planner(topology, kernels, batch_size=config.data.batch_size, constraints=constraints)
+    batch_size = config.data.batch_size
+    return make_planner(topology, kernels, batch_size=batch_size, constraints=constraints, reproducible=True)

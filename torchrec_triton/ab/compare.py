@@ -27,7 +27,7 @@ from torchmetrics.functional.classification import binary_auroc
 from torchrec.distributed.types import ShardingPlan
 
 from torchrec_triton import __version__, _compat
-from torchrec_triton.ab.arm import PHASES, Arm, Feed, Place
+from torchrec_triton.ab.arm import PHASES, Arm, Feed, Place, kernels_in
 from torchrec_triton.ab.sources import Source
 from torchrec_triton.config import Config, ConfigError
 
@@ -49,9 +49,10 @@ def train(
 ) -> tuple[Arm, Report]:
     """Train the configuration as it stands. The report has what `compare` says of an arm, the losses and the tables.
 
-    plan: where the tables lie; by default the planner chooses. resume: a checkpoint to start from (see Arm.save).
+    plan: places and kernels of the tables; by default the planner chooses. resume: a checkpoint to start from (see
+    Arm.save).
     """
-    arm = Arm(config, here, source.dense, config.kernels(), plan)
+    arm = Arm(config, here, source.dense, kernels_in(plan) if plan else config.kernels(), plan)
     if resume is not None:
         arm.load(resume)
     feed = Feed(source.training(here.rank, here.world_size), config.steps, pin=here.device.type == "cuda")
@@ -70,7 +71,8 @@ def compare(
 ) -> Report:
     """Arm A (`ab.baseline`) against arm B (the configuration as it stands), on every rank alike.
 
-    plan: where both arms' tables lie; by default the planner chooses, for A or for each arm (see `ab.plan`).
+    plan: where both arms' tables lie, and the kernels of B; by default the planner chooses, for A or for each arm (see
+    `ab.plan`).
 
     Raises:
         ConfigError: too few steps are left to time.
@@ -84,7 +86,8 @@ def compare(
             f"{max(0, last - ab.warmup)} to time; at least 2 are needed"
         )
     a = Arm(config, here, source.dense, dict.fromkeys(config.kernels(), ab.baseline), plan, arms=2)
-    b = Arm(config, here, source.dense, config.kernels(), plan or (a.plan if ab.plan == "frozen" else None), arms=2)
+    frozen = plan or (a.plan if ab.plan == "frozen" else None)
+    b = Arm(config, here, source.dense, kernels_in(plan) if plan else config.kernels(), frozen, arms=2)
     at_first = _differences(a.model.state_dict(), b.model.state_dict(), here)
     arms = {"A": a, "B": b}
     feed = Feed(source.training(here.rank, here.world_size), config.steps, pin=here.device.type == "cuda")

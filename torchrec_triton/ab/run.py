@@ -15,8 +15,9 @@ from torchrec_triton.ab import compare, report
 from torchrec_triton.ab.arm import LaunchError, Place, place
 from torchrec_triton.ab.sources import open_source
 from torchrec_triton.config import Config, ConfigError, load_config
+from torchrec_triton.plan.estimator import KERNELS
 from torchrec_triton.plan.files import load_plan
-from torchrec_triton.plan.reasons import UnsupportedTableError, planned_device_type
+from torchrec_triton.plan.reasons import FUSED_TRITON, UnsupportedTableError, planned_device_type
 
 
 def quiet(rank: int) -> None:
@@ -95,4 +96,11 @@ def _plan(path: Path, config: Config, here: Place) -> ShardingPlan:
             f"{path}: this plan is for {device} and the tables {', '.join(tables)}; this run has {here.world_size} "
             f"{here.device.type} rank(s){' and also ' + ', '.join(missing) if missing else ''}"
         )
+    for table in config.model.tables:
+        asked, planned = config.kernel_of(table.name), tables[table.name].compute_kernel
+        if asked not in ("auto", planned) and (planned in KERNELS or asked == FUSED_TRITON):
+            raise ConfigError(
+                f"{path}: table {table.name} has {planned} in the plan, and the configuration asks for {asked}: "
+                "ask for auto to have what the plan says, or make a plan for this configuration"
+            )
     return plan

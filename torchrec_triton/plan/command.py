@@ -53,6 +53,7 @@ def plan_configuration(
             batch_size=config.data.batch_size,
             constraints=constraints_of(config),
             rates=rates,
+            reproducible=True,
             debug=False,
             stats=[],
         )

@@ -125,6 +125,7 @@ def make_planner(
     batch_size: int | None = None,
     constraints: dict[str, ParameterConstraints] | None = None,
     rates: str | Path | None = None,
+    reproducible: bool = False,
     **planner_keywords: Any,
 ) -> EmbeddingShardingPlanner:
     """TorchRec's planner, in which every table of a Triton sharder is offered the kernel that was chosen for it.
@@ -136,9 +137,12 @@ def make_planner(
         (`fused_uvm`, `dense`, ...), keeps to it.
     rates: by which `auto` chooses: the name of a GPU in configs/rates/, or a file that `torchrec-triton bench --rates`
         wrote. By default those of this machine's GPU.
+    reproducible: one plan in every process also where no table is offered Triton: TorchRec (up to 1.8) lets the order
+        of a hash decide between equals.
     planner_keywords: go to EmbeddingShardingPlanner (storage_reservation, proposer, partitioner, stats, ...).
 
-    With `fused` for all tables the plan is TorchRec's own: nothing is estimated in another way.
+    With `fused` for all tables, and `reproducible` off, the plan is TorchRec's own: nothing is estimated in another
+    way.
 
     Planning raises UnsupportedTableError if a table cannot have the `fused_triton` that was asked for by name, on every
     rank alike; and TorchRec's PlannerError, with what each table needs, if there is no plan.
@@ -160,7 +164,12 @@ def make_planner(
         estimators.append(PerfEstimator(topology, constraints, found))
         estimators.append(StorageEstimator(topology=topology, constraints=constraints))
     enumerator = _Enumerator(
-        topology=topology, batch_size=batch_size, constraints=constraints, estimator=estimators or None, choice=globs
+        topology=topology,
+        batch_size=batch_size,
+        constraints=constraints,
+        estimator=estimators or None,
+        choice=globs,
+        ordered=reproducible or bool(estimators),
     )
     planner = _Planner(
         topology=topology, batch_size=batch_size, constraints=constraints, enumerator=enumerator, **planner_keywords
@@ -173,9 +182,9 @@ class _Enumerator(EmbeddingEnumerator):
     """Offers each table one of `fused` and `fused_triton` for each sharding type, never both: the search is no larger
     than TorchRec's, and no order decides between equals."""
 
-    def __init__(self, *, choice: Mapping[str, str], **kwargs: Any) -> None:
+    def __init__(self, *, choice: Mapping[str, str], ordered: bool, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._choice = choice
+        self._choice, self._ordered = choice, ordered
         self.reasons: dict[tuple[str, str], list[str]] = {}  # of a table under a sharding type
         self.perf = next((e for e in self._estimators if isinstance(e, PerfEstimator)), None)  # None: TorchRec's own
         self._choosing = False
@@ -235,11 +244,11 @@ class _Enumerator(EmbeddingEnumerator):
         allowed = [offered if k in (FUSED, FUSED_TRITON) else k for k in allowed_compute_kernels]
         allowed = list(dict.fromkeys(allowed))
         found = super()._filter_compute_kernels(name, allowed, sharding_type)
-        return sorted(found, key=allowed.index) if self.perf else found  # by hash, up to TorchRec 1.8
+        return sorted(found, key=allowed.index) if self._ordered else found
 
     def _filter_sharding_types(self, name: str, allowed_sharding_types: list[str], *args: Any) -> list[str]:
         found = super()._filter_sharding_types(name, allowed_sharding_types, *args)
-        return sorted(found, key=allowed_sharding_types.index) if self.perf else found
+        return sorted(found, key=allowed_sharding_types.index) if self._ordered else found
 
     def _parameter_sharding(self, table: str, sharding_type: str) -> ParameterSharding:
         constraint = (self._constraints or {}).get(table, ParameterConstraints())
