@@ -26,7 +26,7 @@ from torchrec.distributed.types import ShardingPlan
 
 from torchrec_triton.ab import report as reports
 from torchrec_triton.ab.arm import Arm, Feed, place
-from torchrec_triton.ab.compare import _differences, _ratio, _state, compare
+from torchrec_triton.ab.compare import _differences, _largest, _ratio, _state, compare
 from torchrec_triton.ab.model import fill
 from torchrec_triton.ab.run import run
 from torchrec_triton.ab.sources import open_source
@@ -112,8 +112,8 @@ def test_what_is_measured_adds_up(fused_report):
     assert arm["examples_per_second"] == pytest.approx(2 * 8 / arm["step_ms"]["mean"] * 1e3)
     assert arm["profile"]["collective_ms"] > 0  # gloo's operations between two ranks
     assert arm["peak_memory_mb"] is None  # a CPU
-    low, high = fused_report["ratio"]["p50"]["interval"]
-    assert low <= fused_report["ratio"]["p50"]["value"] <= high
+    low, high = fused_report["speed_ratio"]["p50"]["interval"]
+    assert low <= fused_report["speed_ratio"]["p50"]["value"] <= high
     assert arm["metrics"]["samples"] == 2 * 2 * 8 and arm["metrics"]["normalized_entropy"] > 0
 
 
@@ -399,16 +399,14 @@ def changed(report: dict[str, Any], **values: Any) -> dict[str, Any]:
 
 
 def test_each_limit_can_fail(fused_report):
-    good = changed(fused_report, ratio={"p50": {"value": 1.3, "interval": [1.2, 1.4]}})
+    good = changed(fused_report, speed_ratio={"p50": {"value": 1.3, "interval": [1.2, 1.4]}}, memory_ratio=1.0)
     worse = copy.deepcopy(good)
     worse["loss_difference"] = 0.2
     worse["arms"]["B"]["metrics"]["auc"] += 0.1
     for key in ("weight_difference", "state_difference"):
         worse["tables"][1][key] = {"absolute": 1.0, "share": 0.5}
-    worse["ratio"]["p50"]["interval"][0] = 0.8
-    for arm, peak in (("A", 100.0), ("B", 150.0)):
-        for one in (good, worse):
-            one["arms"][arm]["peak_memory_mb"] = [90.0, peak if one is worse else 100.0]
+    worse["speed_ratio"]["p50"]["interval"][0] = 0.8
+    worse["memory_ratio"] = 1.5
     limits = {
         "loss_difference": 0.1,
         "metric_difference": 0.05,
@@ -425,9 +423,55 @@ def test_each_limit_can_fail(fused_report):
     assert reports.judge(worse, Limits())["passed"]  # no limits
 
 
-def test_a_loss_that_is_no_number_fails_unasked(fused_report):
-    verdict = reports.judge(changed(fused_report, loss_difference=math.inf), Limits())
-    assert not verdict["passed"] and "loss_difference inf" in verdict["line"]
+def test_a_number_that_is_none_fails_unasked_and_is_named(fused_report):
+    """Also where Python's max would lose it: after a number."""
+    nothing = {"absolute": math.nan, "share": math.nan}
+    bad = {name: copy.deepcopy(fused_report) for name in ("loss", "auc", "log_loss", "weight", "state", "dense")}
+    bad["loss"]["loss_difference"] = math.inf
+    for metric in ("auc", "log_loss"):
+        bad[metric]["arms"]["B"]["metrics"][metric] = math.nan
+    for what in ("weight", "state"):
+        bad[what]["tables"][1][f"{what}_difference"] = nothing
+    bad["dense"]["dense_difference"] = nothing
+    for name, said in (
+        ("loss", "loss_difference inf"),
+        ("auc", "metric_difference (auc) nan"),
+        ("log_loss", "metric_difference (log_loss) nan"),
+        ("weight", "weight_difference (table two) nan"),
+        ("state", "state_difference (table two) nan"),
+        ("dense", "weight_difference (dense layers) nan"),
+    ):
+        for limits in (Limits(), Limits(loss_difference=1.0, metric_difference=1.0, weight_difference=1.0)):
+            verdict = reports.judge(bad[name], limits)
+            assert not verdict["passed"] and said in verdict["line"], verdict["line"]
+
+
+def test_each_ratio_says_which_way_round_it_is(fused_report):
+    """Of an arm B that is twice as fast and needs half the memory."""
+    report = changed(fused_report, memory_ratio=0.5)
+    for p in ("p50", "p90", "p99"):
+        report["speed_ratio"][p] = {"value": 2.0, "interval": [1.9, 2.1]}
+    for arm, factor in (("A", 2.0), ("B", 1.0)):
+        one = report["arms"][arm]
+        one |= {"peak_memory_mb": [factor * 100], "examples_per_second": 1000 / factor, "profile": None}
+        one["phase_ms"] = dict.fromkeys(one["phase_ms"], factor)
+    rows = {row[0]: row[3] for row in reports.figures(report)}
+    assert rows["step, ms, P50"] == "A / B 2.000 (1.900 to 2.100)" and rows["forward, ms (median)"] == "A / B 2.000"
+    assert rows["examples a second"] == "B / A 2.000" and rows["peak GPU memory, MB"] == "B / A 0.500"
+    assert rows["AUC, held out"] == "A - B 0"
+    assert not reports.judge(report, Limits(memory_ratio=0.4))["passed"]
+    assert reports.judge(report, Limits(memory_ratio=0.6, speed_ratio=1.8))["passed"]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_weight_that_is_no_number_is_an_infinite_difference(value):
+    with place() as here:
+        one, two = torch.ones(3, 2), torch.ones(3, 2)
+        for ours in (one.clone(), two):  # of B alone, then of both
+            two[1, 1] = value
+            (found,) = _differences({"w": ours}, {"w": two}, here).values()
+            assert not math.isfinite(found["share"])
+    assert not math.isfinite(_largest(torch.tensor([0.0, value])))
 
 
 def test_what_was_not_measured_is_said(fused_report):

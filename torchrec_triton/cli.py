@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_argument("--config", required=True, help="a YAML file such as configs/ab_demo.yaml")
         command.add_argument("--output", required=True, type=Path, help="folder that rank 0 writes the report to")
         command.add_argument("--world-size", type=int, default=0, help="refuse to run with another number of processes")
-        command.add_argument("--plan", type=Path, metavar="FILE", help="of `torchrec-triton plan`: places and kernels of the tables")
+        command.add_argument("--plan", type=Path, metavar="FILE", help="of `torchrec-triton plan`: places and kernels")
         command.set_defaults(run=_train, checkpoint=None, resume=None)
         if name == "train":
             command.add_argument("--checkpoint", type=Path, metavar="DIR", help="write weights and tables' state here")

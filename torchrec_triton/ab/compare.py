@@ -123,11 +123,14 @@ def compare(
                 "state_difference": _worst(d for name, d in state.items() if name.rpartition(".")[0] == table.name),
             }
         )
+    measured = {name: _measured(arm, config, source, timed, profiles[name]) for name, arm in arms.items()}
+    peaks = [measured[name]["peak_memory_mb"] for name in "BA"]
     return {
         **_origin(config, here),
         "notes": _notes(config, arms, here),
-        "arms": {n: _measured(arm, config, source, timed, profiles[n]) for n, arm in arms.items()},
-        "ratio": {f"p{p}": _ratio(times["A"][timed], times["B"][timed], p) for p in PERCENTILES},
+        "arms": measured,
+        "speed_ratio": {f"p{p}": _ratio(times["A"][timed], times["B"][timed], p) for p in PERCENTILES},  # A / B
+        "memory_ratio": max(peaks[0]) / max(peaks[1]) if all(peaks) else None,  # B / A
         "initial_difference": max(d["absolute"] for d in at_first.values() if d),
         "loss_difference": _largest(losses["A"] - losses["B"]),
         "dense_difference": _worst(weights.values()),  # those of the tables are taken out
@@ -247,7 +250,7 @@ def _differences(ours: dict[str, Any], theirs: dict[str, Any], here: Place) -> d
                 if one.numel():
                     found = torch.stack([(one - two).abs().max(), torch.maximum(one.abs().max(), two.abs().max())])
                     worst = torch.maximum(worst, found.double())  # unlike Python's max, keeps a NaN
-        mine[name] = None if pairs is None else tuple(worst.nan_to_num(float("inf")).tolist())
+        mine[name] = None if pairs is None else tuple(worst.nan_to_num(math.inf, math.inf).tolist())
     everywhere: list[Any] = [None] * here.world_size
     dist.all_gather_object(everywhere, mine)  # a rank has no optimizer state for tables that it has no shard of
     result: dict[str, Report | None] = {}
@@ -279,7 +282,7 @@ def _pairs(x: Any, y: Any, here: Place) -> list[tuple[Tensor, Tensor]] | None:
 
 
 def _largest(difference: Tensor) -> float:
-    return difference.abs().nan_to_num(float("inf")).max().item()
+    return difference.abs().nan_to_num(math.inf, math.inf).max().item()
 
 
 def _worst(differences: Iterable[Report | None]) -> Report | None:

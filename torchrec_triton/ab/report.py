@@ -26,27 +26,32 @@ _MEANING = {
 
 
 def judge(report: Report, limits: Limits) -> Report:
-    """{passed, line, checks}; a check is {name, value, limit, passed}, passed being None where nothing was measured."""
-    arms, ratio = report["arms"], report["ratio"]["p50"]
-    scores = [(arms["A"]["metrics"][name], arms["B"]["metrics"][name]) for name in ("auc", "log_loss")]
-    shares = [table["weight_difference"] for table in report["tables"]] + [report["dense_difference"]]
-    state = [table["state_difference"] for table in report["tables"]]
-    peaks = [arm["peak_memory_mb"] for arm in arms.values()]
-    measured = {
-        "loss_difference": report["loss_difference"],
-        "metric_difference": max(abs(a - b) for a, b in scores),
-        "weight_difference": max((d["share"] for d in shares if d), default=None),
-        "state_difference": max((d["share"] for d in state if d), default=None),
-        "speed_ratio": ratio["interval"][0],
-        "memory_ratio": max(peaks[1]) / max(peaks[0]) if all(peaks) else None,
+    """{passed, line, checks}; a check is {name, of, value, limit, passed}: the worst value and what it is of; passed is
+    None where nothing was measured."""
+    arms, ratio = report["arms"], report["speed_ratio"]["p50"]
+    metrics = [arm["metrics"] for arm in arms.values()]
+    apart: dict[str, dict[str, float]] = {
+        key: {f"table {table['name']}": table[key]["share"] for table in report["tables"] if table[key]}
+        for key in ("weight_difference", "state_difference")
+    }
+    if report["dense_difference"]:
+        apart["weight_difference"]["dense layers"] = report["dense_difference"]["share"]
+    measured: dict[str, dict[str, float]] = {
+        "loss_difference": {"": report["loss_difference"]},
+        "metric_difference": {name: abs(metrics[0][name] - metrics[1][name]) for name in ("auc", "log_loss")},
+        **apart,
+        "speed_ratio": {"": ratio["interval"][0]},
+        "memory_ratio": {} if report["memory_ratio"] is None else {"": report["memory_ratio"]},
     }
     checks = []
-    for name, value in measured.items():
+    for name, values in measured.items():
         limit = getattr(limits, name)
+        # What is no number counts as the worst; max alone would lose it.
+        of, value = max(values.items(), key=lambda item: (math.isnan(item[1]), item[1]), default=("", None))
         if limit == getattr(Limits(), name) and (value is None or math.isfinite(value)):
             continue  # not asked for; what is infinite or no number fails unasked
         good = None if value is None else value >= limit if name == "speed_ratio" else value <= limit < math.inf
-        checks.append({"name": name, "value": value, "limit": limit, "passed": good})
+        checks.append({"name": name, "of": of, "value": value, "limit": limit, "passed": good})
     failed = [check for check in checks if check["passed"] is False]
     skipped = [check["name"] for check in checks if check["passed"] is None]
     low, high = ratio["interval"]
@@ -55,7 +60,7 @@ def judge(report: Report, limits: Limits) -> Report:
         f"(95 % interval {low:.3f} to {high:.3f})"
     )
     if failed:
-        why = "; ".join(f"{c['name']} {_number(c['value'])}, limit {_number(c['limit'])}" for c in failed)
+        why = "; ".join(f"{_check(c)} {_number(c['value'])}, limit {_number(c['limit'])}" for c in failed)
         line = f"FAIL: {why}. {what}"
     else:
         line = f"PASS: {what}; {len(checks) - len(skipped)} check{'s' * (len(checks) - len(skipped) != 1)} passed"
@@ -79,28 +84,31 @@ def label(report: Report, arm: str) -> str:
 
 
 def figures(report: Report) -> Rows:
-    """What is measured of each arm: name, A, B, A / B or the difference."""
+    """What is measured of each arm: name, A, B, and a ratio or the difference, which says which way round it is."""
     a, b = report["arms"]["A"], report["arms"]["B"]
     rows: Rows = []
     for p in PERCENTILES:
-        ratio = report["ratio"][f"p{p}"]
+        ratio = report["speed_ratio"][f"p{p}"]
         low, high = ratio["interval"]
         values = [f"{arm['step_ms'][f'p{p}']:.3f}" for arm in (a, b)]
-        rows.append((f"step, ms, P{p}", *values, f"{ratio['value']:.3f} ({low:.3f} to {high:.3f})"))
+        rows.append((f"step, ms, P{p}", *values, f"A / B {ratio['value']:.3f} ({low:.3f} to {high:.3f})"))
     rows += [
-        (f"{phase}, ms (median)", *(f"{arm['phase_ms'][phase]:.3f}" for arm in (a, b)), _quotient(a, b, phase))
+        (f"{phase}, ms (median)", *(f"{ms:.3f}" for ms in both), _quotient("A / B", *both))
         for phase in PHASES
+        if (both := (a["phase_ms"][phase], b["phase_ms"][phase]))
     ]
     if a["profile"]:
         for key, what in (("collective_ms", "collectives, ms"), ("gpu_ms", "GPU kernels and copies, ms")):
             one, two = a["profile"][key], b["profile"][key]
             if one is not None:
-                rows.append((f"{what} (profiler)", f"{one:.3f}", f"{two:.3f}", f"{one / two:.3f}" if two else ""))
+                rows.append((f"{what} (profiler)", f"{one:.3f}", f"{two:.3f}", _quotient("A / B", one, two)))
     rate = [arm["examples_per_second"] for arm in (a, b)]
-    rows.append(("examples a second", f"{rate[0]:,.0f}", f"{rate[1]:,.0f}", f"{rate[0] / rate[1]:.3f}"))
+    rows.append(("examples a second", f"{rate[0]:,.0f}", f"{rate[1]:,.0f}", _quotient("B / A", rate[1], rate[0])))
     if a["peak_memory_mb"]:
         peak = [max(arm["peak_memory_mb"]) for arm in (a, b)]
-        rows.append(("peak GPU memory, MB", f"{peak[0]:,.1f}", f"{peak[1]:,.1f}", f"{peak[0] / peak[1]:.3f}"))
+        rows.append(
+            ("peak GPU memory, MB", f"{peak[0]:,.1f}", f"{peak[1]:,.1f}", f"B / A {report['memory_ratio']:.3f}")
+        )
     for name, what in (("auc", "AUC"), ("log_loss", "log loss"), ("normalized_entropy", "normalized entropy")):
         one, two = a["metrics"][name], b["metrics"][name]
         rows.append((f"{what}, held out", f"{one:.5f}", f"{two:.5f}", _signed(one - two)))
@@ -132,7 +140,7 @@ def tables(report: Report) -> Rows:
     return rows
 
 
-FIGURES = ("", "A", "B", "A / B or A - B")
+FIGURES = ("", "A", "B", "compared")
 TABLES = ("table", "size", "kernel A", "kernel B", "placement", "weights apart", "state apart", "reasons")
 CHECKS = ("check", "measured", "limit", "")
 TABLES_NOTE = (
@@ -144,7 +152,7 @@ TABLES_NOTE = (
 def checks(report: Report) -> Rows:
     said = {True: "pass", False: "FAIL", None: "not measured"}
     return [
-        (c["name"], _number(c["value"]), _number(c["limit"]), said[c["passed"]]) for c in report["verdict"]["checks"]
+        (_check(c), _number(c["value"]), _number(c["limit"]), said[c["passed"]]) for c in report["verdict"]["checks"]
     ]
 
 
@@ -175,8 +183,9 @@ def facts(report: Report) -> Rows:
 def how(report: Report) -> list[str]:
     """What the figures mean."""
     lines = [
-        "A step goes from the call of the pipeline to the end of its work; of all ranks the slowest counts. Ratios are "
-        "A / B, above 1 means that B is faster; their 95 % intervals come from a bootstrap over pairs of steps.",
+        "A step goes from the call of the pipeline to the end of its work; of all ranks the slowest counts. Times "
+        "are compared as A / B: above 1, B is faster. Examples a second and memory are compared as B / A: above 1, B "
+        "does or needs more. The 95 % intervals come from a bootstrap over pairs of steps.",
         "Phases: " + "; ".join(f"{phase}: {_MEANING[phase]}" for phase in PHASES) + ".",
     ]
     if profiled := report["arms"]["A"]["profile"]:
@@ -228,9 +237,12 @@ def page(report: Report) -> str:
         ("Step time", distribution(names, timed, "ms", "share of the steps that took no longer")),
         ("Step time along the run", curves(names, timed, "timed step", "ms", first=first)),
         ("Where a step's time goes (medians)", bars(names, phases, "ms")),
-        ("Speed, A / B, with 95 % intervals", intervals({name.upper(): r for name, r in report["ratio"].items()})),
+        (
+            "Speed, A / B, with 95 % intervals",
+            intervals({name.upper(): r for name, r in report["speed_ratio"].items()}),
+        ),
     ]
-    ratio = report["ratio"]["p50"]
+    ratio = report["speed_ratio"]["p50"]
     b = report["arms"]["B"]
     tiles = [
         (
@@ -340,13 +352,16 @@ def _difference(difference: Report | None) -> str:
     return f"{difference['absolute']:.1e} ({difference['share']:.1e})" if difference["absolute"] else "0"
 
 
-def _quotient(a: Report, b: Report, phase: str) -> str:
-    one, two = a["phase_ms"][phase], b["phase_ms"][phase]
-    return f"{one / two:.3f}" if two else ""
+def _quotient(which: str, over: float, under: float) -> str:
+    return f"{which} {over / under:.3f}" if under else ""
+
+
+def _check(check: Report) -> str:
+    return f"{check['name']} ({check['of']})" if check["of"] else str(check["name"])
 
 
 def _signed(value: float) -> str:
-    return f"{value:+.1e}" if value else "0"
+    return f"A - B {value:+.1e}" if value else "A - B 0"
 
 
 def _number(value: float | None) -> str:
