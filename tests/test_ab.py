@@ -20,12 +20,14 @@ import torch
 import yaml
 from distributed_harness import ranks
 from torch import distributed as dist
+from torchrec.datasets.utils import Batch
 from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.sharding_plan import column_wise, construct_module_sharding_plan, row_wise, table_wise
 from torchrec.distributed.types import ShardingPlan
 
+from torchrec_triton.ab import compare as compare_module
 from torchrec_triton.ab import report as reports
-from torchrec_triton.ab.arm import Arm, Feed, place
+from torchrec_triton.ab.arm import Arm, Feed, in_step, place
 from torchrec_triton.ab.compare import _differences, _largest, _ratio, _state, compare
 from torchrec_triton.ab.model import fill
 from torchrec_triton.ab.run import run
@@ -317,10 +319,24 @@ def test_the_interval_of_a_ratio():
     random = np.random.default_rng(1)
     drift = 1 + np.linspace(0, 1, 400)  # of the machine, which meets both arms
     one, two = (drift * random.normal(10, 0.3, 400) for _ in range(2))
-    same, twice = _ratio(one, two, 50), _ratio(2 * one, two, 50)
+    steps = np.arange(400)
+    same, twice = _ratio(one, two, 50, steps), _ratio(2 * one, two, 50, steps)
     assert same["interval"][0] < 1 < same["interval"][1] and same["interval"][1] - same["interval"][0] < 0.05
     assert twice["interval"][0] < 2 < twice["interval"][1]
-    assert _ratio(one, two, 50) == same
+    assert _ratio(one, two, 50, steps) == same
+
+
+def test_the_interval_knows_that_steps_of_a_turn_are_alike(monkeypatch):
+    """Of arms that are the same but for a slow or fast moment a turn: the true ratio is 1."""
+    monkeypatch.setattr(compare_module, "RESAMPLES", 200)
+    random, turns, missed = np.random.default_rng(1), np.arange(243) // 5, {"turns": 0, "steps": 0}
+    for _ in range(100):
+        moments = (10 * np.exp(random.normal(0, 0.02, turns[-1] + 1))[turns] for _ in range(2))
+        one, two = (moment * random.normal(1, 0.02, 243) for moment in moments)
+        for name, drawn in (("turns", turns), ("steps", np.arange(243))):
+            low, high = _ratio(one, two, 50, drawn)["interval"]
+            missed[name] += not low <= 1 <= high
+    assert missed["turns"] <= 10 < missed["steps"]  # of 100, where 5 are meant
 
 
 # --- sources ----------------------------------------------------------------------------------------------------------
@@ -592,7 +608,63 @@ def test_a_wrong_start_is_told(tmp_path, monkeypatch, capsys, changes, world_siz
     told = capsys.readouterr().err
     for part in parts:
         assert part in told, told
-    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out" / "report.json").exists()
+
+
+WRONG_SOURCES = """
+from torchrec_triton.ab.sources import Synthetic
+
+class Nothing(Synthetic):
+    def evaluation(self, rank, world_size):
+        return iter(())
+
+class Fails(Synthetic):
+    def training(self, rank, world_size):
+        raise OSError("the disk is full")
+        yield
+"""
+
+
+@pytest.mark.parametrize("mode", ["train", "ab"])
+def test_what_would_cost_a_run_is_told_before_it(tmp_path, monkeypatch, capsys, mode):
+    monkeypatch.setattr(Arm, "advance", lambda *_: pytest.fail("it trains"))
+    (tmp_path / "wrong.py").write_text(WRONG_SOURCES)
+    path, file = tmp_path / "run.yaml", tmp_path / "file"
+    path.write_text(yaml.safe_dump(with_changes(compute_kernel="fused")))
+    file.write_text("")
+    for output in (file, file / "below"):
+        assert run(mode, str(path), output) == 2
+        assert f"--output {output}: cannot make this folder" in capsys.readouterr().err
+    assert run(mode, str(path), tmp_path / "out", 0, None, file) == 2
+    assert f"--checkpoint {file}: cannot make" in capsys.readouterr().err
+    path.write_text(yaml.safe_dump(with_changes(compute_kernel="fused", data__source="wrong.py:Nothing")))
+    assert run(mode, str(path), tmp_path / "out") == 2
+    assert "data.source: evaluation batch 0 has [0] samples on ranks 0 and up" in capsys.readouterr().err
+
+
+def test_a_crash_is_no_verdict(tmp_path, capsys):
+    (tmp_path / "wrong.py").write_text(WRONG_SOURCES)
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(with_changes(compute_kernel="fused", data__source="wrong.py:Fails")))
+    assert main(["ab", "--config", str(path), "--output", str(tmp_path / "out")]) == 3
+    told = capsys.readouterr().err
+    assert "Traceback" in told and "OSError: the disk is full" in told
+
+
+def uneven(counts: list[int], sizes: list[int]) -> str:
+    rank = dist.get_rank()
+    batches = (Batch(torch.zeros(sizes[rank], 1), None, torch.zeros(sizes[rank])) for _ in range(counts[rank]))
+    try:
+        return str(len(list(in_step(batches))))
+    except ConfigError as error:
+        return str(error)
+
+
+def test_ranks_with_other_batches_to_evaluate_are_told():
+    assert ranks(2).run(uneven, [2, 2], [4, 4]) == ["2", "2"]
+    for counts, sizes, words in (([2, 1], [4, 4], "batch 1 has [4, 0]"), ([1, 1], [4, 3], "batch 0 has [4, 3]")):
+        for told in ranks(2).run(uneven, counts, sizes):
+            assert words in told
 
 
 def test_a_checkpoint_of_one_kernel_starts_the_other(tmp_path):

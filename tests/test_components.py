@@ -102,4 +102,4 @@ def test_a_failing_rank_fails_the_job_and_shows_its_traceback(tmp_path):
     shown = done.stdout + done.stderr
     assert done.returncode != 0
     assert "OSError: the disk of rank 1 is full" in shown and "in training" in shown
-    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out" / "report.json").exists()

@@ -6,6 +6,7 @@ import argparse
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status is 0 if all is well, 1 if a check failed, 2 for a wrong command line or file."""
+    """Run one command. The exit status: 0 if all is well, 1 if a check failed, 2 for a wrong command line or file, 3
+    for an error that nobody foresaw, with its traceback (Python alone would end with 1)."""
     parser = argparse.ArgumentParser(prog="torchrec-triton", description="Triton embedding tables for TorchRec.")
     parser.add_argument("--version", action="version", version=f"torchrec_triton {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
@@ -68,7 +70,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             command.add_argument("--resume", type=Path, metavar="DIR", help="start from a checkpoint of either kernel")
 
     options = parser.parse_args(arguments)
-    return int(options.run(options))
+    try:
+        return int(options.run(options))
+    except Exception:
+        traceback.print_exc()
+        return 3
 
 
 def _doctor(options: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import islice, pairwise
+from itertools import count, islice, pairwise
 from pathlib import Path
 from typing import Any, get_args
 
@@ -134,6 +134,22 @@ class Feed:
             self._at[reader] += 1
 
 
+def in_step(batches: Iterator[Batch]) -> Iterator[Batch]:
+    """Batches as long as every rank has one, of one size: a rank alone in a model's collectives would wait for ever."""
+    sizes: list[Any] = [0] * dist.get_world_size()
+    for number in count():
+        batch = next(batches, None)
+        dist.all_gather_object(sizes, 0 if batch is None else len(batch.labels))
+        if len(set(sizes)) > 1 or not number + sizes[0]:
+            raise ConfigError(
+                f"data.source: evaluation batch {number} has {sizes} samples on ranks 0 and up: give each "
+                "rank as many batches, of one size, and at least one"
+            )
+        if batch is None:
+            return
+        yield batch
+
+
 class Arm:
     """A model, its optimizers and its pipeline. kernels: table -> the compute kernel asked for; frozen: a plan of where
     the tables lie, so that the planner only chooses between `fused` and `fused_triton` for the tables of `auto`; what
@@ -221,12 +237,16 @@ class Arm:
 
     @torch.no_grad()
     def predict(self, batches: Iterator[Batch]) -> tuple[Tensor, Tensor]:
-        """(logits, labels) of held-out batches of this rank, on its device."""
+        """(logits, labels) of held-out batches of this rank, on its device.
+
+        Raises:
+            ConfigError: there are none, or other ranks have more or others in size; on every rank.
+        """
         if isinstance(self.pipeline, TrainPipelineSparseDist):
             self.pipeline.detach()
         self.model.eval()
         logits, labels = [], []
-        for batch in batches:
+        for batch in in_step(batches):
             batch = batch.to(self.here.device)
             logits.append(self.model(batch)[1][1].float())
             labels.append(batch.labels)

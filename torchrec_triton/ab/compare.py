@@ -27,7 +27,7 @@ from torchmetrics.functional.classification import binary_auroc
 from torchrec.distributed.types import ShardingPlan
 
 from torchrec_triton import __version__, _compat
-from torchrec_triton.ab.arm import PHASES, Arm, Feed, Place, kernels_in
+from torchrec_triton.ab.arm import PHASES, Arm, Feed, Place, in_step, kernels_in
 from torchrec_triton.ab.sources import Source
 from torchrec_triton.config import Config, ConfigError
 
@@ -52,6 +52,7 @@ def train(
     plan: places and kernels of the tables; by default the planner chooses. resume: a checkpoint to start from (see
     Arm.save).
     """
+    next(in_step(source.evaluation(here.rank, here.world_size)))  # there are some
     arm = Arm(config, here, source.dense, kernels_in(plan) if plan else config.kernels(), plan)
     if resume is not None:
         arm.load(resume)
@@ -69,7 +70,8 @@ def train(
 def compare(
     config: Config, here: Place, source: Source, progress: Progress, plan: ShardingPlan | None = None
 ) -> Report:
-    """Arm A (`ab.baseline`) against arm B (the configuration as it stands), on every rank alike.
+    """Arm A (`ab.baseline`) against arm B (the configuration as it stands), on every rank alike. In the report
+    speed_ratio is of the times of A / those of B, memory_ratio of the memory of B / that of A.
 
     plan: where both arms' tables lie, and the kernels of B; by default the planner chooses, for A or for each arm (see
     `ab.plan`).
@@ -85,6 +87,7 @@ def compare(
             f"steps: {config.steps} steps less ab.warmup ({ab.warmup}) and ab.profile_steps ({ab.profile_steps}) leave "
             f"{max(0, last - ab.warmup)} to time; at least 2 are needed"
         )
+    next(in_step(source.evaluation(here.rank, here.world_size)))  # there are some
     a = Arm(config, here, source.dense, dict.fromkeys(config.kernels(), ab.baseline), plan, arms=2)
     frozen = plan or (a.plan if ab.plan == "frozen" else None)
     b = Arm(config, here, source.dense, kernels_in(plan) if plan else config.kernels(), frozen, arms=2)
@@ -123,14 +126,15 @@ def compare(
                 "state_difference": _worst(d for name, d in state.items() if name.rpartition(".")[0] == table.name),
             }
         )
+    turns = np.arange(ab.warmup, last) // ab.steps_a_turn
     measured = {name: _measured(arm, config, source, timed, profiles[name]) for name, arm in arms.items()}
     peaks = [measured[name]["peak_memory_mb"] for name in "BA"]
     return {
         **_origin(config, here),
         "notes": _notes(config, arms, here),
         "arms": measured,
-        "speed_ratio": {f"p{p}": _ratio(times["A"][timed], times["B"][timed], p) for p in PERCENTILES},  # A / B
-        "memory_ratio": max(peaks[0]) / max(peaks[1]) if all(peaks) else None,  # B / A
+        "speed_ratio": {f"p{p}": _ratio(times["A"][timed], times["B"][timed], p, turns) for p in PERCENTILES},
+        "memory_ratio": max(peaks[0]) / max(peaks[1]) if all(peaks) else None,
         "initial_difference": max(d["absolute"] for d in at_first.values() if d),
         "loss_difference": _largest(losses["A"] - losses["B"]),
         "dense_difference": _worst(weights.values()),  # those of the tables are taken out
@@ -223,11 +227,17 @@ def _mean_over_ranks(arm: Arm) -> Tensor:
     return torch.stack(everywhere).mean(0)
 
 
-def _ratio(a: np.ndarray, b: np.ndarray, percentile: int) -> Report:
-    """(percentile of A's times) / (that of B's) and its 95 % interval by bootstrap. Steps are drawn in pairs: both arms
-    of a step had the same batch at nearly the same moment."""
-    draws = np.random.default_rng(0).integers(0, len(a), (RESAMPLES, len(a)))
-    ratios = np.percentile(a[draws], percentile, axis=1) / np.percentile(b[draws], percentile, axis=1)
+def _ratio(a: np.ndarray, b: np.ndarray, percentile: int, turns: np.ndarray) -> Report:
+    """(percentile of A's times) / (that of B's) and its 95 % interval by bootstrap. turns: that of each step.
+
+    Whole turns are drawn, of both arms together: steps of a turn follow each other and are slow or fast alike, and both
+    arms' turns of one number had the same batches at nearly the same moment. Of few turns the interval is too narrow.
+    """
+    groups = np.split(np.arange(len(a)), np.flatnonzero(np.diff(turns)) + 1)
+    ratios = []
+    for drawn in np.random.default_rng(0).integers(0, len(groups), (RESAMPLES, len(groups))):
+        steps = np.concatenate([groups[turn] for turn in drawn])
+        ratios.append(np.percentile(a[steps], percentile) / np.percentile(b[steps], percentile))
     value = np.percentile(a, percentile) / np.percentile(b, percentile)
     return {"value": float(value), "interval": np.percentile(ratios, (2.5, 97.5)).tolist()}
 

@@ -185,7 +185,7 @@ def how(report: Report) -> list[str]:
     lines = [
         "A step goes from the call of the pipeline to the end of its work; of all ranks the slowest counts. Times "
         "are compared as A / B: above 1, B is faster. Examples a second and memory are compared as B / A: above 1, B "
-        "does or needs more. The 95 % intervals come from a bootstrap over pairs of steps.",
+        "does or needs more. The 95 % intervals come from a bootstrap over pairs of turns.",
         "Phases: " + "; ".join(f"{phase}: {_MEANING[phase]}" for phase in PHASES) + ".",
     ]
     if profiled := report["arms"]["A"]["profile"]:

@@ -7,6 +7,7 @@ import sys
 import warnings
 from pathlib import Path
 
+from torch import distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 from torchrec.distributed.planner.types import PlannerError
 from torchrec.distributed.types import ShardingPlan
@@ -42,13 +43,13 @@ def run(
     checkpoint: Path | None = None,
     resume: Path | None = None,
 ) -> int:
-    """mode: "train" or "ab". The exit status: 0 pass, 1 fail, 2 a wrong command line or file.
+    """mode: "train" or "ab". The exit status: 0 pass, 1 a limit was broken, 2 a wrong command line or file.
 
     Rank 0 writes report.json to `output` (and report.md and report.html for "ab"), and prints. plan_path: a plan that
     `torchrec-triton plan` wrote. checkpoint, resume: folders that training ends with and starts from.
 
-    An error that is none of the user's is raised; torchrun then shows the traceback of the rank that failed first, and
-    ends the others.
+    What can be wrong is looked for before training. An error that is none of the user's is raised; torchrun then shows
+    the traceback of the rank that failed first, and ends the others.
     """
     try:
         config: Config = load_config(config_path)
@@ -65,6 +66,7 @@ def run(
             if resume is not None and not (resume / ".metadata").exists():
                 raise ConfigError(f"--resume {resume}: there is no checkpoint")
             source = open_source(config)
+            _make_folders(here, {"--output": output, "--checkpoint": checkpoint})
             if mode == "train":
                 arm, result = compare.train(config, here, source, progress, plan, resume)
                 if checkpoint is not None:
@@ -80,6 +82,20 @@ def run(
         print(error, file=sys.stderr)
         return 2
     return 0 if mode == "train" or result["verdict"]["passed"] else 1
+
+
+def _make_folders(here: Place, folders: dict[str, Path | None]) -> None:
+    """On rank 0; told on every rank, so that none waits for it."""
+    problem = [""]
+    for option, folder in folders.items() if here.rank == 0 else ():
+        try:
+            if folder is not None:
+                folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            problem = [f"{option} {folder}: cannot make this folder: {error.strerror}"]
+    dist.broadcast_object_list(problem)
+    if problem[0]:
+        raise ConfigError(problem[0])
 
 
 def _plan(path: Path, config: Config, here: Place) -> ShardingPlan:
