@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -87,52 +87,28 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    """One line a table, below it every reason why it does not run on Triton; then the plan."""
+    """The plan of a configuration for a device like this machine's, with every reason."""
     from torchrec_triton import _compat
     from torchrec_triton.config import ConfigError, load_config
-    from torchrec_triton.support import unsupported_reasons
 
     try:
         config = load_config(options.config)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    device_type, capability = _device(options.device)
-    interpreter = _compat.interpreter_enabled()
-    problem = _compat.launch_problem("cuda" if capability else "cpu")  # of this machine, whatever was asked about
-    print(f"{options.config} on {device_type}, Triton's interpreter {'on' if interpreter else 'off'}\n")
-    row = "{:<24}{:>14}{:>7}  {:<6}{:<6}{:<14}{}"
-    print(row.format("table", "rows", "dim", "type", "pool", "asked for", "can have"))
-    refused, kernels, said = 0, {}, set()
-    for table in config.model.tables:
-        asked = config.kernel_of(table.name)
-        reasons = unsupported_reasons(
-            device_type=device_type,
-            interpreter=interpreter,
-            capability=capability,
-            data_type=table.data_type,
-            pooling_mode=table.pooling,
-            weighted=config.model.weighted,
-            dims=(table.dim,),
-            rows=(table.rows,),
-            **config.operator_keywords(),
-        )
-        reasons += [problem] if problem else []
-        impossible = asked == "fused_triton" and bool(reasons)
-        refused += impossible
-        gets = "an error" if impossible else "fused" if asked == "fused" or reasons else "fused_triton"
-        print(row.format(table.name, f"{table.rows:,}", table.dim, table.data_type, table.pooling, asked, gets))
-        kernels[table.name] = "fused" if gets == "fused" else asked
-        if asked == "fused":
-            reasons = ["the configuration asks for fused"]
-        for reason in reasons:
-            print(f"    {reason}")
-        said.update(reasons)
-    if refused:
-        print(f"\n{refused} table(s) cannot have fused_triton: ask for auto or fused, or change what the reasons name.")
-        return 1
-    print()
-    return _print_plan(options, config, kernels, device_type, said)
+    device_type, gpu = _device(options.device)
+    print(
+        f"{options.config} on {device_type}, Triton's interpreter {'on' if _compat.interpreter_enabled() else 'off'}\n"
+    )
+    kernels = config.kernels()
+    problem = _compat.launch_problem("cuda" if gpu else "cpu")  # of this machine, whatever was asked about
+    if problem:
+        print(f"Triton cannot run here, so that auto means fused: {problem}\n")
+        if named := [table for table, kernel in kernels.items() if kernel == "fused_triton"]:
+            print(f"fused_triton is asked for by name, for {', '.join(named)}", file=sys.stderr)
+            return 1
+        kernels = dict.fromkeys(kernels, "fused")
+    return _print_plan(options, config, kernels, device_type)
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -146,9 +122,7 @@ def _plan(options: argparse.Namespace) -> int:
     return _print_plan(options, config, config.kernels(), options.topology)
 
 
-def _print_plan(
-    options: argparse.Namespace, config: Config, kernels: dict[str, str], device_type: str, said: Collection[str] = ()
-) -> int:
+def _print_plan(options: argparse.Namespace, config: Config, kernels: dict[str, str], device_type: str) -> int:
     """What each table gets in the plan, which is written if `options` have an output."""
     from torchrec.distributed.planner.types import PlannerError
 
@@ -158,7 +132,7 @@ def _print_plan(
 
     sizes = (options.world_size, options.local_world_size, options.memory)
     try:
-        plan, text = plan_configuration(config, kernels, device_type, *sizes, options.rates, said)
+        plan, text = plan_configuration(config, kernels, device_type, *sizes, options.rates)
     except (PlannerError, UnsupportedTableError, RuntimeError) as error:  # the last: no sharding type is allowed
         print(error, file=sys.stderr)
         return 1
@@ -194,16 +168,12 @@ def _train(options: argparse.Namespace) -> int:
     return status
 
 
-def _device(asked: str | None) -> tuple[str, tuple[int, int] | None]:
-    """(device type, compute capability or None), of this machine unless asked for by name."""
-    try:
-        import torch
+def _device(asked: str | None) -> tuple[str, bool]:
+    """(device type, whether it is a GPU of this machine); the type is this machine's unless asked for by name."""
+    import torch
 
-        here = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-    except ImportError:
-        here = None
-    device_type = asked or ("cuda" if here else "cpu")
-    return device_type, here if device_type == "cuda" else None
+    device_type = asked or ("cuda" if torch.cuda.is_available() else "cpu")
+    return device_type, device_type == "cuda" and torch.cuda.is_available()
 
 
 if __name__ == "__main__":

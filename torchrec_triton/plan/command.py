@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -26,13 +26,11 @@ def plan_configuration(
     local_world_size: int | None = None,
     memory: float | None = None,
     rates: str | None = None,
-    said: Collection[str] = (),
 ) -> tuple[ShardingPlan, str]:
     """The plan of a configuration's tables, and the text that explains it.
 
     kernels: table -> the kernel asked for. device_type, world_size, local_world_size: of the topology. memory: GiB of a
-    device; None: of this machine's GPU, or what TorchRec supposes. rates: as of make_planner. said: reasons that the
-    text leaves out.
+    device; None: of this machine's GPU, or what TorchRec supposes. rates: as of make_planner.
 
     Raises:
         ValueError: an argument that makes no topology, or rates that nobody knows.
@@ -61,7 +59,7 @@ def plan_configuration(
     device = topology.devices[0].storage
     size = (device.hbm if device_type == "cuda" else device.ddr) / 2**30
     heading = f"plan for {world_size} {device_type} rank(s) with {size:.0f} GiB, {config.data.batch_size} samples each"
-    return plan, as_text(planner.explain(), [heading, planner.note], said)
+    return plan, as_text(planner.explain(), [heading, planner.note])
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torchrec.distributed.planner.types import ShardingOption, Storage, Topology
@@ -29,8 +29,8 @@ class TableReport:
     reasons: tuple[str, ...] = ()
 
 
-def as_text(reports: Iterable[TableReport], heading: Iterable[str] = (), said: Collection[str] = ()) -> str:
-    """A line a table, below it every reason why it has not got `fused_triton` that was not said before."""
+def as_text(reports: Iterable[TableReport], heading: Iterable[str] = ()) -> str:
+    """A line a table, below it every reason why it has not got `fused_triton`."""
     row = "{:<24}{:<19}{:<8}{:<17}{:>10}{:>13}{:>10}"
     lines = [line for line in heading if line]
     lines += ["predicted ms are forward + backward of the slowest shard; MiB of the largest", ""]
@@ -43,7 +43,7 @@ def as_text(reports: Iterable[TableReport], heading: Iterable[str] = (), said: C
         ranks = _ranges(report.ranks)
         size = f"{report.bytes / MIB:,.1f}"
         lines.append(row.format(report.table, report.sharding_type, ranks, report.compute_kernel, *times, size))
-        lines += [f"    {reason}" for reason in report.reasons if reason not in said]
+        lines += [f"    {reason}" for reason in report.reasons]
     return "\n".join(lines)
 
 
