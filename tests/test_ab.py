@@ -697,8 +697,48 @@ def test_training_by_a_plan_on_file_and_from_a_checkpoint(tmp_path, capsys):
     capsys.readouterr()
     assert run("train", str(path), tmp_path / "three", 0, plans[4]) == 2
     assert "this run has 1 cpu rank(s)" in capsys.readouterr().err
+    larger = [{**TABLES[0], "rows": 51}, *TABLES[1:]]
+    path.write_text(yaml.safe_dump(with_changes(compute_kernel="fused", model__tables=larger)))
+    assert run("train", str(path), tmp_path / "three", 0, plans[1]) == 2
+    assert "table one is [50, 8] in the plan, and [51, 8] (rows, dim)" in capsys.readouterr().err
     assert run("train", str(path), tmp_path / "three", 0, None, None, tmp_path) == 2
     assert "there is no checkpoint" in capsys.readouterr().err
+
+
+def trained(content: dict[str, Any], folder: Path, *more: Any) -> list[float]:
+    """The losses."""
+    (folder / "run.yaml").write_text(yaml.safe_dump(content))
+    assert run("train", str(folder / "run.yaml"), folder / "out", 0, *more) == 0
+    return json.loads((folder / "out" / "report.json").read_text())["losses"]
+
+
+def test_a_run_goes_on_where_it_ended(tmp_path):
+    """Batches, dense optimizer and all: in two parts as in one."""
+    whole = trained(with_changes(compute_kernel="fused", steps=12), tmp_path)
+    saved = tmp_path / "saved"
+    first = trained(with_changes(compute_kernel="fused", steps=5), tmp_path, None, saved)
+    rest = trained(with_changes(compute_kernel="fused", steps=4), tmp_path, None, saved, saved)
+    rest += trained(with_changes(compute_kernel="fused", steps=3), tmp_path, None, None, saved)
+    assert first + rest == whole
+
+
+def test_a_checkpoint_of_something_else_is_told(tmp_path, capsys):
+    saved, path = tmp_path / "saved", tmp_path / "run.yaml"
+    trained(with_changes(compute_kernel="fused", steps=2), tmp_path, None, saved)
+    for changes, words in (
+        ({"model__tables": [TABLES[0], {**TABLES[1], "rows": 9}, TABLES[2]]}, "two.weight is [7, 8] in it, and [9, 8]"),
+        (
+            {"model__tables": [TABLES[0], TABLES[1], {**TABLES[2], "name": "four"}]},
+            "no model.embeddings.embedding_bags.f",
+        ),
+        ({"model__hidden": [4]}, "is [8] in it, and [4] here"),
+        ({"optimizer__name": "EXACT_ADAGRAD"}, "one.momentum1 is [50] in it, and [50, 8] here"),
+    ):
+        capsys.readouterr()
+        path.write_text(yaml.safe_dump(with_changes(compute_kernel="fused", **changes)))
+        assert run("train", str(path), tmp_path / "out", 0, None, None, saved) == 2
+        told = capsys.readouterr().err
+        assert f"{saved}: " in told and words in told, told
 
 
 def test_the_demos_comparison_is_of_the_demos_run():

@@ -168,3 +168,9 @@ def test_a_wrong_file_is_told_the_key_and_what_is_allowed(read, text, parts):
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"nowhere\.yaml: No such file"):
         load_config(tmp_path / "nowhere.yaml")
+
+
+def test_a_file_that_is_not_utf_8_is_told(tmp_path):
+    (tmp_path / "run.yaml").write_bytes(b"steps: \xff\xfe")
+    with pytest.raises(ConfigError, match=r"run\.yaml: .*utf-8.* can't decode"):
+        load_config(tmp_path / "run.yaml")

@@ -125,21 +125,44 @@ def test_objects_that_no_file_can_hold_are_named(tmp_path: Path) -> None:
         save_plan(ShardingPlan({"x": nn.Linear(1, 1)}), tmp_path / "plan.json")
 
 
+TABLE = {
+    "sharding_type": "table_wise",
+    "compute_kernel": "fused",
+    "ranks": [0],
+    "sharding_spec": [{"offsets": [0, 0], "sizes": [10, 8], "placement": "rank:0/cpu"}],
+}
+
+
 @pytest.mark.parametrize(
-    "text, words",
+    "changes, words",
     [
-        ("", "JSONDecodeError"),
-        ("{}", "KeyError: 'plan'"),
-        ('{"plan": {"ebc": {"t": {"sharding_type": "table_wise"}}}}', "compute_kernel"),
-        ('{"plan": {"ebc": {"t": {"sharding_type": "x", "compute_kernel": "fused", "new": 1}}}}', "no 'new' in this"),
-        ('{"plan": {"ebc": {"t": {"sharding_type": "x", "compute_kernel": "y", "output_dtype": "FP1"}}}}', "FP1"),
+        ({"sharding_type": "foo"}, "'foo' is none of data_parallel, table_wise, "),
+        ({"compute_kernel": "foo"}, "'foo' is none of dense, fused, "),
+        ({"compute_kernel": None}, "missing .* 'compute_kernel'"),
+        ({"ranks": "x"}, "ranks: 'x' is no list of ranks"),
+        ({"sharding_spec": None}, "sharding_spec is missing"),
+        ({"sharding_spec": [{"offsets": [0, 0], "sizes": [10, 8], "placement": "nonsense"}]}, "nonsense"),
+        ({"sharding_spec": [{"offsets": [0, 0], "placement": "rank:0/cpu"}]}, "there is no 'sizes'"),
+        ({"new": 1}, "no 'new' in this"),
+        ({"output_dtype": "FP1"}, "there is no 'FP1'"),
     ],
 )
-def test_a_wrong_file_is_refused(tmp_path: Path, text: str, words: str) -> None:
-    (tmp_path / "plan.json").write_text(text)
-    with pytest.raises(ValueError, match=f"plan.json is no saved plan: .*{words}"):
+def test_a_wrong_table_is_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    table = {key: value for key, value in {**TABLE, **changes}.items() if value is not None}
+    (tmp_path / "plan.json").write_text(json.dumps({"plan": {"ebc": {"good": TABLE, "bad": table}}}))
+    with pytest.raises(ValueError, match=f"plan.json is no saved plan: table bad: .*{words}"):
         load_plan(tmp_path / "plan.json")
-    with pytest.raises(ValueError, match=r"none\.json is no saved plan: FileNotFoundError"):
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [(b"", "is no saved plan: Expecting value"), (b"{}", "there is no 'plan'"), (b"\xff", "can't decode")],
+)
+def test_a_wrong_file_is_refused(tmp_path: Path, text: bytes, words: str) -> None:
+    (tmp_path / "plan.json").write_bytes(text)
+    with pytest.raises(ValueError, match=f"plan.json .*{words}"):
+        load_plan(tmp_path / "plan.json")
+    with pytest.raises(ValueError, match=r"none\.json: No such file"):
         load_plan(tmp_path / "none.json")
 
 
@@ -243,3 +266,9 @@ def test_plan_refuses_a_wrong_configuration(tmp_path: Path, capsys: Any) -> None
     (tmp_path / "run.yaml").write_text(TABLES.replace("fused}", "fuse}"))
     assert cli.main(["plan", "--config", str(tmp_path / "run.yaml")]) == 2
     assert "did you mean fused?" in capsys.readouterr().err
+
+
+def test_a_plan_that_cannot_be_written_is_told(config: str, tmp_path: Path, capsys: Any) -> None:
+    output = tmp_path / "missing" / "plan.json"
+    assert cli.main(["plan", "--config", config, "--output", str(output)]) == 2
+    assert f"--output {output}: No such file or directory" in capsys.readouterr().err

@@ -66,8 +66,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_argument("--plan", type=Path, metavar="FILE", help="of `torchrec-triton plan`: places and kernels")
         command.set_defaults(run=_train, checkpoint=None, resume=None)
         if name == "train":
-            command.add_argument("--checkpoint", type=Path, metavar="DIR", help="write weights and tables' state here")
-            command.add_argument("--resume", type=Path, metavar="DIR", help="start from a checkpoint of either kernel")
+            command.add_argument(
+                "--checkpoint", type=Path, metavar="DIR", help="write weights and optimizer state here"
+            )
+            command.add_argument(
+                "--resume", type=Path, metavar="DIR", help="go on from a checkpoint of either kernel, for `steps` more"
+            )
 
     options = parser.parse_args(arguments)
     try:
@@ -141,7 +145,11 @@ def _print_plan(options: argparse.Namespace, config: Config, kernels: dict[str, 
         return 2
     print(text)
     if options.command == "plan" and options.output:
-        save_plan(plan, options.output)
+        try:
+            save_plan(plan, options.output)
+        except OSError as error:
+            print(f"--output {options.output}: {error.strerror}", file=sys.stderr)
+            return 2
     return 0
 
 

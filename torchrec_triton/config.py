@@ -257,11 +257,11 @@ def load_config(path: str | Path) -> Config:
         ConfigError: the file cannot be read, is not YAML, or a key or value in it is wrong.
     """
     try:
-        content = yaml.load(Path(path).read_text(), Loader=_Loader)
+        content = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Loader)
         config = build(Config, content)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
-    except (yaml.YAMLError, ConfigError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, ConfigError) as error:
         raise ConfigError(f"{path}: {error}") from error
     file, colon, name = config.data.source.rpartition(":")
     if not colon:

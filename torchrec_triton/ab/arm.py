@@ -155,8 +155,9 @@ class Arm:
     the tables lie, so that the planner only chooses between `fused` and `fused_triton` for the tables of `auto`; what
     lies in another kernel there keeps it. arms: how many models share the device's memory.
 
-    plan: TorchRec's; tables: what each table asked for, got, and why. losses: one a step, of this
-    rank. phases: a step's four times in ms (see PHASES). peak: bytes of GPU memory that this arm alone would need.
+    plan: TorchRec's; tables: what each table asked for, got, and why. losses: one a step, of this rank. trained: steps,
+    with those before the checkpoint that was loaded. phases: a step's four times in ms (see PHASES). peak: bytes of GPU
+    memory that this arm alone would need.
     """
 
     def __init__(
@@ -169,7 +170,7 @@ class Arm:
         arms: int = 1,
     ) -> None:
         torch.manual_seed(config.seed)
-        self.config, self.here, self._live, self.peak = config, here, 0, 0
+        self.config, self.here, self._live, self.peak, self.trained = config, here, 0, 0, 0
         begin = here.allocated()
         self.net = Recommender(config, dense, here.device)
         sharder = TritonEmbeddingBagCollectionSharder(fused_params=config.torchrec_fused_params())
@@ -230,6 +231,7 @@ class Arm:
             self._mark()
             self._steps.append(self._marks)
             self._losses.append(loss)
+            self.trained += 1
         self._marks = []
         if self.here.device.type == "cuda":
             self.peak = max(self.peak, self._live + torch.cuda.max_memory_allocated(self.here.device) - begin)
@@ -275,18 +277,36 @@ class Arm:
         return {name: shards_of(value) for of_table in state.values() for name, value in of_table.items()}
 
     def save(self, folder: Path) -> None:
-        """All weights and the tables' optimizer state, by torch.distributed.checkpoint; not the dense layers'."""
+        """All weights, the state of all optimizers and the number of steps, by torch.distributed.checkpoint."""
         dcp.save(self._checkpoint(), checkpoint_id=folder)
 
     def load(self, folder: Path) -> None:
-        """What `save` wrote, whatever kernels, plan and number of ranks it was written with."""
+        """What `save` wrote, whatever kernels, plan and number of ranks it was written with.
+
+        Raises:
+            ConfigError: it is of other tables or layers.
+        """
+        self.dense_optimizer.init_state()  # so that there is something to read it into; all gradients are zero
         state = self._checkpoint()
+        saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+        for name, size in _sizes(state).items():
+            if name not in saved:
+                raise ConfigError(f"{folder}: this checkpoint has no {name}, and the configuration has")
+            if size and list(getattr(saved[name], "size", size)) != size:
+                raise ConfigError(f"{folder}: {name} is {list(saved[name].size)} in it, and {size} here")
         dcp.load(state, checkpoint_id=folder)
         self.model.load_state_dict(state["model"])
         self.model.fused_optimizer.load_state_dict(state["optimizer"])
+        self.dense_optimizer.load_state_dict(state["dense_optimizer"])
+        self.trained = state["steps"]
 
     def _checkpoint(self) -> dict[str, Any]:
-        return {"model": self.model.state_dict(), "optimizer": self.model.fused_optimizer.state_dict()}
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.model.fused_optimizer.state_dict(),
+            "dense_optimizer": self.dense_optimizer.state_dict(),
+            "steps": self.trained,
+        }
 
     def _mark(self) -> None:
         self._marks.append(self.here.now())
@@ -294,6 +314,13 @@ class Arm:
     def _grew(self, begin: int) -> None:
         self._live += self.here.allocated() - begin
         self.peak = max(self.peak, self._live)
+
+
+def _sizes(state: Any, name: str = "") -> dict[str, list[int]]:
+    """Of all tensors of nested mappings, by the names that torch.distributed.checkpoint gives them."""
+    if isinstance(state, dict):
+        return {n: size for key, value in state.items() for n, size in _sizes(value, f"{name}.{key}").items()}
+    return {name[1:]: list(state.size())} if isinstance(state, (Tensor, ShardedTensor)) else {}
 
 
 def shards_of(value: Tensor | ShardedTensor) -> list[tuple[Tensor, tuple[int, int]]]:

@@ -13,6 +13,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Callable, Iterable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -49,14 +50,15 @@ def train(
 ) -> tuple[Arm, Report]:
     """Train the configuration as it stands. The report has what `compare` says of an arm, the losses and the tables.
 
-    plan: places and kernels of the tables; by default the planner chooses. resume: a checkpoint to start from (see
-    Arm.save).
+    plan: places and kernels of the tables; by default the planner chooses. resume: a checkpoint to go on
+    from (see Arm.save), with the batches after those that it has seen, for `steps` more.
     """
     next(in_step(source.evaluation(here.rank, here.world_size)))  # there are some
     arm = Arm(config, here, source.dense, kernels_in(plan) if plan else config.kernels(), plan)
     if resume is not None:
         arm.load(resume)
-    feed = Feed(source.training(here.rank, here.world_size), config.steps, pin=here.device.type == "cuda")
+    batches = islice(source.training(here.rank, here.world_size), arm.trained, None)
+    feed = Feed(batches, config.steps, pin=here.device.type == "cuda")
     reader = feed.reader()
     for step in range(config.steps):
         feed.prepare(step + 1 + _AHEAD)

@@ -113,6 +113,13 @@ def _plan(path: Path, config: Config, here: Place) -> ShardingPlan:
             f"{here.device.type} rank(s){' and also ' + ', '.join(missing) if missing else ''}"
         )
     for table in config.model.tables:
+        shards = getattr(tables[table.name].sharding_spec, "shards", [])
+        ends = [[at + size for at, size in zip(shard.shard_offsets, shard.shard_sizes)] for shard in shards]
+        if ends and (held := [max(end) for end in zip(*ends)]) != [table.rows, table.dim]:
+            raise ConfigError(
+                f"{path}: table {table.name} is [{', '.join(map(str, held))}] in the plan, and [{table.rows}, "
+                f"{table.dim}] (rows, dim) in the configuration: make a plan for this configuration"
+            )
         asked, planned = config.kernel_of(table.name), tables[table.name].compute_kernel
         if asked not in ("auto", planned) and (planned in KERNELS or asked == FUSED_TRITON):
             raise ConfigError(

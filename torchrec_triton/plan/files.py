@@ -9,12 +9,14 @@ import typing
 from pathlib import Path
 from typing import Any
 
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.types import (
     EmbeddingModuleShardingPlan,
     EnumerableShardingSpec,
     ParameterSharding,
     ShardingPlan,
     ShardingSpec,
+    ShardingType,
     ShardMetadata,
 )
 
@@ -44,15 +46,40 @@ def load_plan(path: str | Path) -> ShardingPlan:
         ValueError: the file is not one that `save_plan` wrote; the message says what is wrong.
     """
     try:
-        modules = json.loads(Path(path).read_text())["plan"]
+        modules = json.loads(Path(path).read_text(encoding="utf-8"))["plan"]
         return ShardingPlan(
             {
-                module: EmbeddingModuleShardingPlan({t: _decode(ParameterSharding, v) for t, v in tables.items()})
+                module: EmbeddingModuleShardingPlan({t: _sharding(t, v) for t, v in tables.items()})
                 for module, tables in modules.items()
             }
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is no saved plan: {type(error).__name__}: {error}") from error
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        what = f"there is no {error}" if isinstance(error, KeyError) else str(error)
+        raise ValueError(f"{path} is no saved plan: {what}") from error
+
+
+def _sharding(table: str, value: Any) -> ParameterSharding:
+    """As `save_plan` wrote it, checked."""
+    try:
+        sharding: ParameterSharding = _decode(ParameterSharding, value)
+        ranks, replicated = sharding.ranks, sharding.sharding_type == ShardingType.DATA_PARALLEL.value
+        for kind, name in ((ShardingType, sharding.sharding_type), (EmbeddingComputeKernel, sharding.compute_kernel)):
+            if name not in (allowed := [member.value for member in kind]):
+                raise ValueError(f"{name!r} is none of {', '.join(allowed)}")
+        if ranks is not None and not (isinstance(ranks, list) and all(isinstance(rank, int) for rank in ranks)):
+            raise ValueError(f"ranks: {ranks!r} is no list of ranks")
+        if sharding.sharding_spec is None and not replicated:
+            raise ValueError("sharding_spec is missing")
+        for shard in getattr(sharding.sharding_spec, "shards", []):
+            if shard.placement is None or shard.placement.rank() is None:
+                raise ValueError(f"placement {shard.placement} is none such as rank:0/cuda:0")
+    except KeyError as error:
+        raise ValueError(f"table {table}: there is no {error}") from error
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"table {table}: {error}") from error
+    return sharding
 
 
 def _encode(value: Any, at: str) -> Any:
