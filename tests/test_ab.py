@@ -119,6 +119,26 @@ def test_what_is_measured_adds_up(fused_report):
     assert arm["metrics"]["samples"] == 2 * 2 * 8 and arm["metrics"]["normalized_entropy"] > 0
 
 
+def test_the_profiler_watches_both_arms_by_turns_and_full_pipelines(monkeypatch):
+    config = build(Config, with_changes(compute_kernel="fused", steps=10, ab__profile_steps=3))
+    arms: list[Arm] = []
+    turns: list[tuple[str, int]] = []
+    left: list[int] = []
+    construct, original = Arm.__init__, Arm.advance
+
+    def advance(self: Arm, batches: Any, steps: int) -> None:
+        turns.append(("AB"[arms.index(self)], steps))
+        original(self, batches, steps)
+        left.append(len(self.pipeline.batches))
+
+    monkeypatch.setattr(Arm, "__init__", lambda self, *args, **kw: (arms.append(self), construct(self, *args, **kw))[1])
+    monkeypatch.setattr(Arm, "advance", advance)
+    with place() as here:
+        compare(config, here, open_source(config), lambda *_: None)
+    assert turns[-4:] == [("A", 2), ("B", 2), ("B", 1), ("A", 1)]
+    assert len(set(left)) == 1 and left[0] > 0
+
+
 WEIGHTED = {"model__weighted": True, "model__tables": [TABLES[0]], "pipeline": "base", "ab__steps_a_turn": 3}
 RULES = {"rules": [{"tables": "three", "compute_kernel": "fused"}], "steps": 8}
 
@@ -310,7 +330,7 @@ def test_a_feed_makes_each_batch_once_for_all_readers():
     assert list(islice(one, 2)) == [0, 1] and made == [0, 1, 2]
     assert list(two) == [0, 1, 2, 3, 4] and list(one) == [2, 3, 4]
     feed.prepare(9)
-    with pytest.raises(ConfigError, match="ended after 3 batches, 5 steps"):
+    with pytest.raises(ConfigError, match="ended after 3 batches, 5 are needed"):
         Feed(iter(range(3)), 5, pin=False).prepare(4)
     assert made == [0, 1, 2, 3, 4] and len(feed._held) <= 1
 
@@ -472,7 +492,7 @@ def test_each_ratio_says_which_way_round_it_is(fused_report):
         one |= {"peak_memory_mb": [factor * 100], "examples_per_second": 1000 / factor, "profile": None}
         one["phase_ms"] = dict.fromkeys(one["phase_ms"], factor)
     rows = {row[0]: row[3] for row in reports.figures(report)}
-    assert rows["step, ms, P50"] == "A / B 2.000 (1.900 to 2.100)" and rows["forward, ms (median)"] == "A / B 2.000"
+    assert rows["step, ms, P50"] == "A / B 2.000 (1.900 to 2.100)" and rows["forward, ms"] == "A / B 2.000"
     assert rows["examples a second"] == "B / A 2.000" and rows["peak GPU memory, MB"] == "B / A 0.500"
     assert rows["AUC, held out"] == "A - B 0"
     assert not reports.judge(report, Limits(memory_ratio=0.4))["passed"]
@@ -494,6 +514,24 @@ def test_what_was_not_measured_is_said(fused_report):
     verdict = reports.judge(fused_report, Limits(memory_ratio=1.1))
     assert verdict["passed"] and "not measured here: memory_ratio" in verdict["line"]
     assert verdict["checks"][0]["passed"] is None
+
+
+def test_an_arm_is_named_by_what_its_tables_ask_for_and_get(fused_report):
+    report = changed(fused_report)
+    assert [reports.label(report, arm) for arm in "AB"] == ["A (fused)", "B (fused)"]
+    report["tables"][1]["B"]["asked"] = "fused_triton"  # by a rule
+    report["arms"]["B"]["kernels"] = ["fused", "fused_triton"]
+    assert reports.label(report, "B") == "B (fused+fused_triton)"
+    for table in report["tables"]:
+        table["B"]["asked"] = "auto"
+    assert reports.label(report, "B") == "B (auto: fused+fused_triton)"
+    assert ">B (auto: fused+fused_triton)</text>" in reports.page(report)
+    for table in report["tables"]:
+        table["A"]["asked"] = "fused_triton"
+    source = reports.page(report)
+    assert "A (fused_triton: fused) against B (auto" in source and ">B</text>" in source  # a plot's legend is short
+    rows = {row[0]: row[1] for row in reports.figures(report)}
+    assert re.fullmatch(r"[\d.]+ \([\d.]+ to [\d.]+\)", rows["backward, ms"])
 
 
 class Page(HTMLParser):

@@ -187,8 +187,8 @@ class AB:
 
     baseline: A's compute kernel for every table, without rules; plan: `frozen` gives both arms one plan in which only
     the kernels differ, `replan` lets the planner choose for each; warmup: first steps that are trained but not timed;
-    profile_steps: last steps, likewise, that the profiler watches; steps_a_turn: an arm's steps before it is the other
-    arm's turn (with more than one the host may run ahead of the GPU, as it does in training).
+    profile_steps: last steps, likewise, that the profiler watches, in two turns an arm; steps_a_turn: an arm's steps
+    before it is the other arm's turn (with more than one the host may run ahead of the GPU, as it does in training).
     """
 
     baseline: ComputeKernel = "fused"

@@ -51,10 +51,14 @@ class Place:
     world_size: int = 1
     local_world_size: int = 1
 
-    def settle(self) -> None:
-        """Wait until all queued work of this rank, and of the others, is done."""
+    def finish(self) -> None:
+        """Wait until all queued work of this rank is done."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def settle(self) -> None:
+        """Wait until all queued work of this rank, and of the others, is done."""
+        self.finish()
         if self.world_size > 1:
             dist.barrier()
 
@@ -119,7 +123,7 @@ class Feed:
             self._held[self._made] = batch.pin_memory() if self._pin else batch
             self._made += 1
         if self._made < min(until, self._count):
-            raise ConfigError(f"data.source: ended after {self._made} batches, {self._count} steps need as many")
+            raise ConfigError(f"data.source: ended after {self._made} batches, {self._count} are needed")
 
     def reader(self) -> Iterator[Batch]:
         self._at.append(0)

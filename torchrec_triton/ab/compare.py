@@ -95,7 +95,9 @@ def compare(
     b = Arm(config, here, source.dense, kernels_in(plan) if plan else config.kernels(), frozen, arms=2)
     at_first = _differences(a.model.state_dict(), b.model.state_dict(), here)
     arms = {"A": a, "B": b}
-    feed = Feed(source.training(here.rank, here.world_size), config.steps, pin=here.device.type == "cuda")
+    # A pipeline that reads to the end runs empty, and its last steps are shorter.
+    batches = source.training(here.rank, here.world_size)
+    feed = Feed(batches, config.steps + _AHEAD, pin=here.device.type == "cuda")
     readers = {name: feed.reader() for name in arms}
     for turn, step in enumerate(range(0, last, ab.steps_a_turn)):
         steps = min(ab.steps_a_turn, last - step)
@@ -104,8 +106,8 @@ def compare(
             here.settle()
             arms[name].advance(readers[name], steps)
         _tell(progress, step + steps, config.steps, b)
-    feed.prepare(config.steps)
-    profiles = {name: _profiled(arm, readers[name], ab.profile_steps) for name, arm in arms.items()}
+    feed.prepare(config.steps + _AHEAD)
+    profiles = _profiles(arms, readers, here, ab.profile_steps)
     progress(config.steps, config.steps, float(b.losses[-1]))
 
     timed = slice(ab.warmup, last)
@@ -167,6 +169,7 @@ def _measured(arm: Arm, config: Config, source: Source, timed: slice, profiled: 
             "mean": float(times.mean()),
         },
         "phase_ms": dict(zip(PHASES, phases.median(0).values.tolist())),
+        "phase_spread_ms": dict(zip(PHASES, np.percentile(phases.numpy(), (10, 90), axis=0).T.tolist())),
         "profile": profiled,
         "examples_per_second": config.data.batch_size * here.world_size / float(times.mean()) * 1e3,
         "peak_memory_mb": [peak / 1e6 for peak in peaks] if here.device.type == "cuda" else None,
@@ -193,27 +196,35 @@ def _scores(arm: Arm, source: Source) -> dict[str, float]:
     }
 
 
-def _profiled(arm: Arm, batches: Any, steps: int) -> Report | None:
-    """ms a step, on average, of the slowest rank: of collectives (NCCL's kernels; on the CPU gloo's operations), and of
-    all GPU kernels and copies. They may run beside each other, so that their sum can exceed the step."""
+def _profiles(arms: dict[str, Arm], readers: dict[str, Any], here: Place, steps: int) -> dict[str, Report | None]:
+    """Of each arm: ms a step, on average, of the slowest rank: of collectives (NCCL's kernels; on the CPU gloo's
+    operations), and of all GPU kernels and copies. They may run beside each other: their sum can exceed the step."""
+    cuda = here.device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+    spent = {name: {"collective": 0.0, "gpu": 0.0} for name in arms}
     if not steps:
-        return None
-    cuda = arm.here.device.type == "cuda"
-    arm.here.settle()
-    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]) as profiler:
-        arm.advance(batches, steps)
-        arm.here.settle()
-    spent = {"collective": 0.0, "gpu": 0.0}
-    for event in profiler.events():
-        ms = event.time_range.elapsed_us() / 1e3 / steps
-        if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False):
-            spent["gpu"] += ms
-        if event.name.startswith("ncclDevKernel" if cuda else "gloo:"):
-            spent["collective"] += ms
-    everywhere: list[Any] = [None] * arm.here.world_size
+        return dict.fromkeys(arms)
+    with profile(activities=activities):  # the first start takes long, and is no arm's
+        torch.zeros(1, device=here.device).add_(1)
+    for names, part in (("AB", steps - steps // 2), ("BA", steps // 2)):
+        for name in names if part else "":
+            here.settle()
+            with profile(activities=activities) as profiler:
+                arms[name].advance(readers[name], part)
+                here.finish()
+            for event in profiler.events():
+                ms = event.time_range.elapsed_us() / 1e3 / steps
+                if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False):
+                    spent[name]["gpu"] += ms
+                if event.name.startswith("ncclDevKernel" if cuda else "gloo:"):
+                    spent[name]["collective"] += ms
+    everywhere: list[Any] = [None] * here.world_size
     dist.all_gather_object(everywhere, spent)
-    collective, gpu = (max(one[key] for one in everywhere) for key in ("collective", "gpu"))
-    return {"steps": steps, "collective_ms": collective, "gpu_ms": gpu if cuda else None}
+    largest = {name: {key: max(one[name][key] for one in everywhere) for key in spent[name]} for name in arms}
+    return {
+        name: {"steps": steps, "collective_ms": one["collective"], "gpu_ms": one["gpu"] if cuda else None}
+        for name, one in largest.items()
+    }
 
 
 def _slowest(times: Tensor) -> Tensor:

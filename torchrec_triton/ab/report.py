@@ -77,8 +77,7 @@ def write(report: Report, folder: Path) -> None:
 
 
 def label(report: Report, arm: str) -> str:
-    config = report["config"]
-    asked = config["ab"]["baseline"] if arm == "A" else config["compute_kernel"]
+    asked = "+".join(sorted({table[arm]["asked"] for table in report["tables"]}))
     got = "+".join(report["arms"][arm]["kernels"])
     return f"{arm} ({asked}{'' if got == asked else f': {got}'})"
 
@@ -93,9 +92,13 @@ def figures(report: Report) -> Rows:
         values = [f"{arm['step_ms'][f'p{p}']:.3f}" for arm in (a, b)]
         rows.append((f"step, ms, P{p}", *values, f"A / B {ratio['value']:.3f} ({low:.3f} to {high:.3f})"))
     rows += [
-        (f"{phase}, ms (median)", *(f"{ms:.3f}" for ms in both), _quotient("A / B", *both))
+        (
+            f"{phase}, ms",
+            _spread(a, phase),
+            _spread(b, phase),
+            _quotient("A / B", *(x["phase_ms"][phase] for x in (a, b))),
+        )
         for phase in PHASES
-        if (both := (a["phase_ms"][phase], b["phase_ms"][phase]))
     ]
     if a["profile"]:
         for key, what in (("collective_ms", "collectives, ms"), ("gpu_ms", "GPU kernels and copies, ms")):
@@ -186,7 +189,8 @@ def how(report: Report) -> list[str]:
         "A step goes from the call of the pipeline to the end of its work; of all ranks the slowest counts. Times "
         "are compared as A / B: above 1, B is faster. Examples a second and memory are compared as B / A: above 1, B "
         "does or needs more. The 95 % intervals come from a bootstrap over pairs of turns.",
-        "Phases: " + "; ".join(f"{phase}: {_MEANING[phase]}" for phase in PHASES) + ".",
+        "Phases: " + "; ".join(f"{phase}: {_MEANING[phase]}" for phase in PHASES) + ". Given are the "
+        "median and the P10 to P90 of each phase for itself, of its slowest rank: they do not add up to a median step.",
     ]
     if profiled := report["arms"]["A"]["profile"]:
         lines.append(
@@ -231,12 +235,13 @@ def page(report: Report) -> str:
     timed = [times[arm][first:last] for arm in "AB"]
     apart = [[abs(a - b) for a, b in zip(loss["A"], loss["B"])]]
     phases = {phase: [report["arms"][arm]["phase_ms"][phase] for arm in "AB"] for phase in PHASES}
+    keys = names if sum(map(len, names)) < 40 else ["A", "B"]  # no wider, beside the label of the y axis
     plots = [
-        ("Training loss", curves(names, [loss["A"], loss["B"]], "step", "log loss", smooth=True)),
+        ("Training loss", curves(keys, [loss["A"], loss["B"]], "step", "log loss", smooth=True)),
         ("Difference of the losses", curves(["|A - B| where it is not 0"], apart, "step", "log loss", log=True)),
-        ("Step time", distribution(names, timed, "ms", "share of the steps that took no longer")),
-        ("Step time along the run", curves(names, timed, "timed step", "ms", first=first)),
-        ("Where a step's time goes (medians)", bars(names, phases, "ms")),
+        ("Step time", distribution(keys, timed, "ms", "share of the steps that took no longer")),
+        ("Step time along the run", curves(keys, timed, "timed step", "ms", first=first)),
+        ("Where a step's time goes (medians)", bars(keys, phases, "ms")),
         (
             "Speed, A / B, with 95 % intervals",
             intervals({name.upper(): r for name, r in report["speed_ratio"].items()}),
@@ -303,7 +308,7 @@ h1 { font-size: 1.5rem; margin: 0 0 .6rem; } h2 { font-size: 1.15rem; margin: 2r
 .tiles div { background: var(--card); padding: .8rem 1rem; border-radius: 6px; display: flex; flex-direction: column; }
 .tiles b { font-size: 1.6rem; line-height: 1.2; }
 .tiles span, .tiles i { color: var(--soft); font-style: normal; font-size: .85rem; }
-.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(460px, 1fr)); gap: 1rem; }
+.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(460px, 100%), 1fr)); gap: 1rem; }
 figure { margin: 0; background: var(--card); border-radius: 6px; padding: .7rem; } figcaption { font-weight: 600; }
 svg { width: 100%; height: auto; display: block; } svg text { fill: var(--soft); font: 12px system-ui, sans-serif; }
 svg .grid { stroke: var(--line); } svg .a { stroke: var(--a); } svg .b { stroke: var(--b); }
@@ -350,6 +355,11 @@ def _difference(difference: Report | None) -> str:
     if difference is None:
         return "-"
     return f"{difference['absolute']:.1e} ({difference['share']:.1e})" if difference["absolute"] else "0"
+
+
+def _spread(arm: Report, phase: str) -> str:
+    low, high = arm["phase_spread_ms"][phase]
+    return f"{arm['phase_ms'][phase]:.3f} ({low:.3f} to {high:.3f})"
 
 
 def _quotient(which: str, over: float, under: float) -> str:
