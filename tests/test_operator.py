@@ -41,6 +41,7 @@ from hypothesis import strategies as st
 from strategies import cases
 
 from torchrec_triton import TritonTableBatchedEmbeddingBags, _compat, support
+from torchrec_triton.kernels import ops
 
 FBGEMM = SplitTableBatchedEmbeddingBagsCodegen
 MODES = ("FATAL", "WARNING", "IGNORE", "V2_FATAL", "V2_WARNING", "V2_IGNORE")
@@ -256,6 +257,20 @@ def test_runs_of_many_blocks_beside_short_ones(weighted: bool, device: torch.dev
     batch.indices[batch.indices.numel() // 2 :] = 4
     check_output(case, batch, before, step(module, case, batch), exact=True)
     check_update(case, batch, before, contents(module), exact=True)
+
+
+@pytest.mark.parametrize("lengths", [(7,) * 40, (6, 0, 31, 1, 70, 5) * 7], ids=["even", "uneven"])
+@pytest.mark.parametrize("dim", [8, 20, 512])
+@pytest.mark.parametrize("busy", [0, 3, 2**11], ids=["side by side", "some alone", "alone"])
+def test_bags_share_a_program_or_do_not(
+    busy: int, dim: int, lengths: tuple[int, ...], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few programs take fewer bags each: all of a tile's, some, or one."""
+    monkeypatch.setattr(ops, "_BUSY", busy)
+    case = Case(rows=(9,), dims=(dim,), feature_table_map=(0,), lengths=lengths, weights_precision="FP16")
+    module = build(case, device, strict=True)
+    before, batch = contents(module), make_batch(case, device)
+    check_output(case, batch, before, step(module, case, batch), exact=True)
 
 
 @pytest.mark.parametrize("weights_precision", DTYPES)
@@ -600,8 +615,6 @@ def test_weights_of_any_float_type_and_layout(dtype: torch.dtype, strided: bool,
 def test_the_weight_gradient_is_made_only_when_wanted_and_is_a_tensor_of_its_own(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from torchrec_triton.kernels import ops
-
     made = []
     original = ops.sample_weight_grad
     monkeypatch.setattr(ops, "sample_weight_grad", lambda *a, **k: made.append(original(*a, **k)) or made[-1])

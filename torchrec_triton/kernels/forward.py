@@ -3,7 +3,8 @@
 A [BAGS, D] tile walks BAGS neighbouring bags of one feature side by side, a lookup of each at a step. Its rows are
 loaded one step ahead of their sum and their ids two, so that a warp always has a tile of rows in flight. Bags of very
 different lengths would leave most of the tile idle: then the program takes them one after another, BAGS lookups of a
-bag at a step. Which way depends on the data alone, so equal inputs give equal bits.
+bag at a step. So it does, with fewer bags a program, where bags are long and too few to fill the GPU. Which way depends
+on the batch alone, so equal inputs give equal bits.
 
 Sums are fp32 for fp16 and bf16 rows and fp64 for fp32 rows. Bytes that must move: the distinct rows, the ids, the
 output.
@@ -127,7 +128,7 @@ def _pool(
 
 
 @triton.jit(
-    do_not_specialize=["batch_size", "num_ids"],
+    do_not_specialize=["batch_size", "num_ids", "each"],
     do_not_specialize_on_alignment=["indices", "offsets", "sample_weights"],
 )
 def tbe_fwd_kernel(
@@ -143,6 +144,7 @@ def tbe_fwd_kernel(
     batch_size,  # bags a feature; VBE: the most bags of any feature
     num_ids,
     total_dim,
+    each,  # bags a program, BAGS at most
     BAGS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     WEIGHT_VEC: tl.constexpr,
@@ -154,23 +156,23 @@ def tbe_fwd_kernel(
     MEAN: tl.constexpr,
     VBE: tl.constexpr,
 ):
-    """Pools BAGS bags of one feature a program. output: [B, total_dim], or 1-D under VBE."""
-    tiles = tl.cdiv(batch_size, BAGS)
+    """Pools `each` bags of one feature a program. output: [B, total_dim], or 1-D under VBE."""
+    tiles = tl.cdiv(batch_size, each)
     feature = tl.load(features + tl.program_id(0) // tiles).to(tl.int64)
-    begin_bag = (tl.program_id(0) % tiles).to(tl.int64) * BAGS
+    begin_bag = (tl.program_id(0) % tiles).to(tl.int64) * each
     first, count = feature_range(feature, batch_offsets, batch_size, VBE)
     d = tl.arange(0, BLOCK_D)
     table, rows, dim, column = feature_table(weights, feature_meta, feature, d, WEIGHT_VEC, EXACT)
-    uneven = False
+    alone = each < BAGS
     if BAGS > 1:
         b = begin_bag + tl.arange(0, BAGS)
         begin, end = bag_range(offsets, first + b, b < count, num_ids)
         length = end - begin
         # Side by side takes a step for every lookup of the longest bag; one after another a step for every BAGS
         # lookups, and two more a bag.
-        uneven = tl.max(length, axis=0) > tl.sum(length, axis=0) // BAGS + 2 * BAGS
-    if uneven:
-        for k in range(0, BAGS):
+        alone = alone | (tl.max(length, axis=0) > tl.sum(length, axis=0) // BAGS + 2 * BAGS)
+    if alone:
+        for k in range(0, each):
             _pool(
                 output, table, indices, sample_weights, bag_output, offsets, first, begin_bag + k, count, rows, dim,
                 column, num_ids, total_dim, d, 1, BAGS, ACC, EXACT, TRUSTED, WIDE, WEIGHTED, MEAN, VBE,

@@ -20,6 +20,7 @@ SUPER = 64  # blocks of a super block
 # Blocks that a program of partial sums looks at where there are many, hardly any whole; and from one to the next.
 _GROUP, _APART = 8, 64
 _ENOUGH = 2**14  # programs of partial sums that keep a large GPU busy
+_BUSY = 2**11  # programs of the lookup that do
 
 
 @dataclass(frozen=True)
@@ -147,11 +148,14 @@ def lookup(layout: TableLayout, weights: torch.Tensor, batch: Batch, output: tor
         for index, bucket in enumerate(layout.buckets):
             elements = tuning.TILES.forward if bucket.exact else tuning.TILES.forward_padded
             bags = tile_rows(bucket.block_d, elements // 2 if double else elements)
+            each, programs = bags, bucket.num_features * cdiv(batch.batch_size, bags)
+            if programs < _BUSY and num_ids >= 4 * (batch.offsets.numel() - 1):
+                each = max(1, bags * programs // _BUSY)
             launch(
-                index, forward.tbe_fwd_kernel, bucket.num_features * cdiv(batch.batch_size, bags),
+                index, forward.tbe_fwd_kernel, bucket.num_features * cdiv(batch.batch_size, each),
                 output, weights, batch.indices, batch.offsets, batch.sample_weights, batch.bag_output,
                 batch.batch_offsets, bucket.features, layout.feature_meta, batch.batch_size, num_ids, layout.total_dim,
-                BAGS=bags, BLOCK_D=bucket.block_d, WEIGHT_VEC=bucket.weight_vec,
+                each, BAGS=bags, BLOCK_D=bucket.block_d, WEIGHT_VEC=bucket.weight_vec,
                 ACC=tl.float64 if double else tl.float32, EXACT=bucket.exact,
                 TRUSTED=batch.trusted, WIDE=layout.wide_rows,
                 WEIGHTED=batch.sample_weights is not None, MEAN=batch.mean, VBE=batch.bag_output is not None,
@@ -241,7 +245,7 @@ def _apply(
         d = bucket.block_d
         shape: dict[str, Any] = {"BLOCK_D": d, "EXACT": bucket.exact}
         rows = {"VEC": bucket.weight_vec, **shape, **flags}
-        look, abreast = tile_rows(d, tiles.long), tile_rows(d, tiles.short)
+        look, abreast = tile_rows(d, tiles.long if d < 256 else tiles.long_wide), tile_rows(d, tiles.short)
         for super_blocks, partial in ((1, blocks), (SUPER, supers)):
             if count := partial.shape[0]:
                 each = min(_GROUP, max(1, count // _ENOUGH))

@@ -19,15 +19,10 @@ from torchrec_triton import _compat
 
 logger = logging.getLogger("torchrec_triton")
 
-# Pairs below which the launches of torch.sort, which are cheaper for the host, count for more than its longer way.
-_FEW = 2**16
-
 
 def sort_pairs(keys: torch.Tensor, payload: torch.Tensor, num_keys: int) -> tuple[torch.Tensor, torch.Tensor]:
     """keys [N] in [0, num_keys], ascending, and their payload [N]; equal keys stay in order. May overwrite both."""
-    radix = None
-    if keys.device.type == "cuda" and keys.numel() >= _FEW:
-        radix = _radix_sort(keys.device, keys.dtype, payload.dtype)
+    radix = _radix_sort(keys.device, keys.dtype, payload.dtype) if keys.device.type == "cuda" else None
     if radix is not None:
         return radix(keys, payload, num_keys.bit_length())
     keys, order = torch.sort(keys, stable=True)
@@ -35,7 +30,7 @@ def sort_pairs(keys: torch.Tensor, payload: torch.Tensor, num_keys: int) -> tupl
 
 
 def build(device: torch.device, key: torch.dtype, payload: torch.dtype) -> None:
-    """Builds what many pairs of these types will take, or loads it."""
+    """Builds the sort of such pairs, or loads it."""
     if device.type == "cuda":
         _radix_sort(device, key, payload)
 

@@ -14,7 +14,7 @@ class Tiles:
     forward: rows in flight of the pooled lookup, fp16 and bf16; fp32 rows get half.
     forward_padded: the same for rows narrower than the tile.
     short: single, short and middle runs side by side, a run a row; short_warp of them a warp.
-    long: lookups of a long run, or of a whole block, side by side.
+    long: lookups of a long run, or of a whole block, side by side; long_wide: the same for rows of 256 and more.
     """
 
     forward: int = 512
@@ -22,6 +22,7 @@ class Tiles:
     short: int = 1024
     short_warp: int = 512
     long: int = 2048
+    long_wide: int = 4096
 
 
 TILES = Tiles()

@@ -11,10 +11,17 @@ from torchrec_triton.plan.estimator import collection_of, lookups_and_bags
 from torchrec_triton.plan.reasons import FUSED, FUSED_TRITON
 from torchrec_triton.support import name_of
 
-# Bytes that a backward on a GPU needs for each lookup, whatever the dim: keys, order, sources, runs, partial sums; and
-# more where rows are scaled: (plain, weighted). Peaks of docs/benchmarks/2026-11-30-h200.json; a test holds them
-# against the newest report there.
-WORKSPACE = {FUSED_TRITON: (40, 44), FUSED: (40, 56)}
+
+def backward_bytes(kernel: str, dim: int, scaled: bool) -> float:
+    """Bytes that a backward on a GPU takes for each lookup: lists of runs and partial sums, or, where rows are scaled, the
+    sort with its wider payload.
+
+    Peaks of docs/benchmarks/2026-11-30-h200.json; a test holds them against the newest report there. Without cuda-cccl
+    the sort of `fused_triton` takes what FBGEMM's does.
+    """
+    if kernel == FUSED:
+        return 56 if scaled else 40
+    return 24 if scaled else 16 + min(dim, 128) / 32
 
 
 class StorageEstimator(EmbeddingStorageEstimator):
@@ -43,4 +50,4 @@ class StorageEstimator(EmbeddingStorageEstimator):
         collection = collection_of(option)
         mean = collection.embedding_bags[option.name].mode == "mean"
         scaled = collection.is_weighted() or (mean and option.compute_kernel == FUSED_TRITON)
-        return round(lookups * WORKSPACE[option.compute_kernel][scaled])
+        return round(lookups * backward_bytes(option.compute_kernel, option.tensor.shape[1], scaled))
