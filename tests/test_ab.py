@@ -374,6 +374,15 @@ def test_synthetic_batches_are_repeatable_and_differ_by_rank():
     assert not torch.equal(first.dense_features, held_out.dense_features)
 
 
+def test_synthetic_bags_have_the_mean_that_was_asked_for():
+    table = [{"name": "half", "rows": 9, "dim": 4, "pooling_factor": 0.5}]
+    table += [{"name": "more", "rows": 9, "dim": 4, "pooling_factor": 2.25}]
+    config = build(Config, {"model": {"tables": table}, "data": {"batch_size": 4000, "options": {"dense": 0}}})
+    half, more = next(open_source(config).training(0, 1)).sparse_features.lengths().reshape(2, -1)
+    assert set(half.tolist()) == {0, 1} and set(more.tolist()) == {2, 3}
+    assert half.float().mean() == pytest.approx(0.5, abs=0.03) and more.float().mean() == pytest.approx(2.25, abs=0.03)
+
+
 def test_synthetic_ids_follow_their_law():
     table = [{"name": "t", "rows": 1000, "dim": 4, "pooling_factor": 20}]
     shares = []

@@ -35,6 +35,7 @@ def test_a_component_starts_its_command_with_torchrun(name):
     assert line.endswith(f"-m torchrec_triton.cli {name} --config c.yaml --output out --world-size 8")
     # Who gives the number has the last word: then a .torchxconfig that overrides -j is noticed.
     assert launched(name, "--world-size", "2", j="1x4").endswith(f"{name} --world-size 2")
+    assert launched(name, "--world-size=2", j="1x4").endswith(f"{name} --world-size=2")
 
 
 def test_resources_and_environment():

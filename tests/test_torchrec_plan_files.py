@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode, CacheAlgorithm
 from torch import nn
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import (
@@ -109,6 +110,16 @@ def test_a_swap_says_what_changes(caplog: pytest.LogCaptureFixture) -> None:
     ]
 
 
+def test_a_swap_for_a_module_without_its_sharder_is_refused() -> None:
+    plan = ShardingPlan({"ebc": EmbeddingModuleShardingPlan({"t": every_plan().plan["ebc"]["tw0_fused"]})})
+    model = Model(collection(Case((Table("t", "tw0", "fused"),))))
+    for given in ({"module": model}, {"module": model, "sharders": []}, {"sharders": [PlanningSharder()]}):
+        with pytest.raises(ValueError, match=r"module and sharders .*: give both, or neither"):
+            with_compute_kernel(plan, "fused_triton", **given)
+    with pytest.raises(ValueError, match=r"module 'ebc' of the plan is none .*: EmbeddingCollectionSharder"):
+        with_compute_kernel(plan, "fused_triton", module=model, sharders=[EmbeddingCollectionSharder()])
+
+
 def test_objects_that_no_file_can_hold_are_named(tmp_path: Path) -> None:
     class Statistics(CacheStatistics):
         expected_lookups = cacheability = 1.0
@@ -121,7 +132,7 @@ def test_objects_that_no_file_can_hold_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="table t: cache_params: stats is a Statistics, which a plan file cannot hold"):
         save_plan(plan, tmp_path / "plan.json")
     assert not (tmp_path / "plan.json").exists()
-    with pytest.raises(ValueError, match="module 'x': a Linear is no plan of tables"):
+    with pytest.raises(ValueError, match=r"module 'x': a Linear is no plan of tables"):
         save_plan(ShardingPlan({"x": nn.Linear(1, 1)}), tmp_path / "plan.json")
 
 
@@ -252,6 +263,10 @@ def test_plan_for_cpus_has_no_predicted_times(config: str, capsys: Any, monkeypa
     [
         (["--memory", "0.01"], 1, "table user: 2"),
         (["--world-size", "3", "--local-world-size", "2"], 2, "3 rank(s) cannot be shared out to hosts of 2"),
+        (["--world-size", "0"], 2, "0 rank(s), 0 a host: give 1 or more"),
+        (["--world-size", "2", "--local-world-size", "-1"], 2, "2 rank(s), -1 a host: give 1 or more"),
+        (["--memory", "-5"], 2, "memory of -5 GiB"),
+        (["--memory", "nan"], 2, "memory of nan GiB"),
         (["--rates", "NVIDIA X"], 2, "rates 'NVIDIA X' is neither a file nor a known GPU"),
     ],
 )

@@ -84,7 +84,8 @@ def _job(
         raise ValueError(f"-j {j}: give hosts x processes on each, for example 1x2")
     hosts, processes = (int(number) for number in shape.groups())
     # A .torchxconfig overrides -j even of the command line: who wants to be sure says --world-size after `--`.
-    expected = () if "--world-size" in arguments else ("--world-size", str(hosts * processes))
+    given = any(argument.partition("=")[0] == "--world-size" for argument in arguments)
+    expected = () if given else ("--world-size", str(hosts * processes))
     return dist.ddp(
         command,
         *arguments,

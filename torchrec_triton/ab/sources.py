@@ -71,7 +71,7 @@ class Synthetic:
     @dataclass(frozen=True, kw_only=True)
     class Options:
         """dense: features; zipf: exponent of the law of the ids, 0 for uniform; jagged: bag sizes are Poisson, not all
-        equal to pooling_factor; evaluation_batches."""
+        equal to pooling_factor (where that is no whole number, to one of the two beside it); evaluation_batches."""
 
         dense: Annotated[int, Bounds(0)] = 13
         zipf: NonNegative = 1.05
@@ -96,7 +96,9 @@ class Synthetic:
         score = dense.sum(1) / max(self.dense, 1) ** 0.5
         for at, (_, table) in enumerate(self._features):
             mean = table.pooling_factor
-            length = random.poisson(mean, size) if self._options.jagged else np.full(size, round(mean))
+            length = random.poisson(mean, size) if self._options.jagged else np.full(size, int(mean))
+            if not self._options.jagged and mean % 1:
+                length += random.random(size) < mean % 1
             drawn = _zipf(random, int(length.sum()), table.rows, self._options.zipf)
             bag = np.repeat(np.arange(size), length)
             score += np.bincount(bag, _hidden(drawn, at), size) / np.maximum(length, 1) ** 0.5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -38,7 +39,11 @@ def plan_configuration(
     """
     if device_type == "cuda" and memory is None and torch.cuda.is_available():
         memory = torch.cuda.get_device_properties(0).total_memory / 2**30
-    if world_size < 1 or world_size % (local_world_size or world_size):
+    if memory is not None and not 0 < memory < math.inf:
+        raise ValueError(f"memory of {memory:g} GiB: a device has more than 0, and not without end")
+    if world_size < 1 or (local_world_size is not None and local_world_size < 1):
+        raise ValueError(f"{world_size} rank(s), {local_world_size or world_size} a host: give 1 or more")
+    if world_size % (local_world_size or world_size):
         raise ValueError(f"{world_size} rank(s) cannot be shared out to hosts of {local_world_size}")
     keywords: dict[str, Any] = {"local_world_size": local_world_size or world_size}
     if memory is not None:

@@ -76,10 +76,12 @@ def with_compute_kernel(
     Tables in other kernels or replicated stay as they are, and asking for `fused_triton` by name is refused for them.
 
     Raises:
-        ValueError: a kernel that is none of the three, or a glob that matches no table.
+        ValueError: a kernel that is none of the three, a glob that matches no table, or a module without sharders.
         UnsupportedTableError: a table cannot have the `fused_triton` that was asked for by name.
     """
     choice = _validated(choice)
+    if (module is None) != (not sharders):
+        raise ValueError("module and sharders are for judging every setting: give both, or neither")
     module_plans = {path: p for path, p in plan.plan.items() if isinstance(p, EmbeddingModuleShardingPlan)}
     _refuse_unmatched(choice, [table for params in module_plans.values() for table in params])
     modules = () if module is None else _sharded_modules(module, sharders or [])
@@ -88,6 +90,11 @@ def with_compute_kernel(
     refused: dict[str, list[str]] = {}
     for path, params in module_plans.items():
         device_type = planned_device_type(params) or "cuda"
+        if module is not None and path not in sharded:
+            types = ", ".join(type(sharder).__name__ for sharder in sharders or [])
+            raise ValueError(
+                f"module {path!r} of the plan is none of this model that one of these sharders takes: {types}"
+            )
         if path in sharded:
             child, sharder = sharded[path]
             reasons = _reasons(child, sharder, params, device_type)
