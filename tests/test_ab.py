@@ -729,6 +729,44 @@ def test_a_checkpoint_of_one_kernel_starts_the_other(tmp_path):
     assert {d["absolute"] for d in (*weights.values(), *state.values())} == {0.0}
 
 
+def saved_or_loaded(content: dict[str, Any], folder: str, shardings: str, load: bool) -> dict[str, Any]:
+    """A rank's shards of weights and state: after three steps that are then saved, or as loaded."""
+    config = build(Config, content)
+    with place() as here:
+        arm = Arm(config, here, 2, config.kernels(), placed(config, shardings))
+        if load:
+            arm.load(Path(folder))
+        else:
+            source = open_source(config)
+            arm.advance(source.training(here.rank, here.world_size), 3)
+            arm.save(Path(folder))
+        return {
+            name: [(shard.clone(), at) for shard, at in shards]
+            for name, shards in {**arm.weights(), **arm.row_state()}.items()
+            if "momentum" in name or "embedding_bags" in name
+        }
+
+
+def test_a_checkpoint_of_two_ranks_starts_four(tmp_path):
+    def whole(of_ranks: list[dict[str, Any]], name: str) -> dict[tuple[int, int], float]:
+        shards = (shard for rank in of_ranks for shard in rank.get(name, []))
+        return {
+            (row + i, column + j): value
+            for shard, (row, column) in shards
+            for i, values in enumerate(shard.reshape(len(shard), -1).tolist())
+            for j, value in enumerate(values)
+        }
+
+    folder = str(tmp_path / "saved")
+    two = ranks(2).run(saved_or_loaded, with_changes(compute_kernel="fused"), folder, "rw tw1 rw", False)
+    four = ranks(4).run(saved_or_loaded, with_changes(compute_kernel="fused_triton"), folder, "rw rw tw1", True)
+    names = {name for rank in two for name in rank}
+    assert len(names) == 6
+    for name in names:
+        saved = whole(two, name)
+        assert saved == whole(four, name) and len(saved) >= 7 and any(saved.values()), name
+
+
 def test_training_by_a_plan_on_file_and_from_a_checkpoint(tmp_path, capsys):
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(with_changes(compute_kernel="fused")))

@@ -60,7 +60,15 @@ def test_schedulers_take_the_job(scheduler):
     assert "torchrec_triton.cli" in str(job) and "--nproc_per_node 2" in str(job)
 
 
-def torchx(tmp_path: Path, name: str, content: dict, output: Path) -> subprocess.CompletedProcess[str]:
+def torchx(
+    tmp_path: Path,
+    name: str,
+    content: dict,
+    output: Path,
+    *more: str,
+    keep_logs: bool = True,
+    j: tuple[str, ...] = ("-j", "1x2"),
+) -> subprocess.CompletedProcess[str]:
     """A job of two processes; torchrun has to be on PATH."""
     config = tmp_path / "run.yaml"
     config.write_text(yaml.safe_dump(content))
@@ -68,9 +76,9 @@ def torchx(tmp_path: Path, name: str, content: dict, output: Path) -> subprocess
     own = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     environment = {name: value for name, value in os.environ.items() if name not in own}
     environment |= {"PATH": f"{bin_folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0"}
-    logs = f"log_dir={tmp_path / 'logs'}"
-    command = ["torchx", "run", "-s", "local_cwd", "-cfg", logs, f"{FILE}:{name}", "-j", "1x2", "--gpu", "0"]
-    command += ["--", "--config", str(config), "--output", str(output)]
+    logs = ["-cfg", f"log_dir={tmp_path / 'logs'}"] if keep_logs else []
+    command = ["torchx", "run", "-s", "local_cwd", *logs, f"{FILE}:{name}", *j, "--gpu", "0"]
+    command += ["--", "--config", str(config), "--output", str(output), *more]
     environment["CUDA_VISIBLE_DEVICES"] = ""
     return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=200)
 
@@ -81,6 +89,23 @@ def test_two_processes_compare_and_rank_0_reports(tmp_path):
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert report["world_size"] == 2 and report["verdict"]["passed"]
     assert (done.stdout + done.stderr).count("PASS: ") == 1
+
+
+def test_results_do_not_depend_on_logs_or_another_components_settings(tmp_path):
+    (tmp_path / ".torchxconfig").write_text("[component:dist.ddp]\nj = 1x8\n")
+    done = torchx(tmp_path, "train", with_changes(compute_kernel="fused"), tmp_path / "out", keep_logs=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads((tmp_path / "out" / "report.json").read_text())["world_size"] == 2
+    assert not (tmp_path / "logs").exists()
+
+
+def test_a_number_of_processes_that_a_torchxconfig_changed_is_told(tmp_path):
+    (tmp_path / ".torchxconfig").write_text(f"[component:{FILE}:train]\nj = 1x1\n")
+    content = with_changes(compute_kernel="fused")
+    done = torchx(tmp_path, "train", content, tmp_path / "out", "--world-size", "2", j=())
+    assert done.returncode != 0
+    assert "2 processes were asked for, the launcher started 1" in done.stdout + done.stderr
+    assert not (tmp_path / "out").exists()
 
 
 FAILING = """

@@ -83,7 +83,8 @@ def _job(
     if shape is None:  # a bare number means hosts in some releases of TorchX and processes in others
         raise ValueError(f"-j {j}: give hosts x processes on each, for example 1x2")
     hosts, processes = (int(number) for number in shape.groups())
-    # A .torchxconfig overrides -j even of the command line: who wants to be sure says --world-size after `--`.
+    # A .torchxconfig may set j, in some releases over the command line's: who wants to be sure says --world-size after
+    # `--`.
     given = any(argument.partition("=")[0] == "--world-size" for argument in arguments)
     expected = () if given else ("--world-size", str(hosts * processes))
     return dist.ddp(
