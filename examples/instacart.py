@@ -279,6 +279,8 @@ def main() -> None:
             f"This example is a single process; WORLD_SIZE is {os.environ['WORLD_SIZE']}. "
             "torchrec-triton ab --config configs/ab_demo.yaml takes several."
         )
+    if arguments.report and not arguments.report.absolute().parent.is_dir():
+        options.error(f"--report {arguments.report}: there is no such folder")
     if not arguments.replay:
         os.environ.pop("TRITON_INTERPRET", None)  # `auto` would take the interpreter, far too slow to train in
     quiet(rank=0)

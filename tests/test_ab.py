@@ -250,7 +250,9 @@ def test_the_kernels_of_a_plan_on_file_count(tmp_path, capsys, mode):
     save_plan(with_compute_kernel(moved_to_unified_memory(plan, "three"), {"two": "fused"}), plan_path)
     path.write_text(yaml.safe_dump(content))
     assert run(mode, str(path), tmp_path / "out", 0, plan_path) == 0
-    tables = json.loads((tmp_path / "out" / "report.json").read_text())["tables"]
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert mode == "train" or report["plan"] == "given"
+    tables = report["tables"]
     got = {t["name"]: t["B"]["kernel"] for t in tables} if mode == "ab" else {n: t["kernel"] for n, t in tables.items()}
     assert got == {"one": "fused_triton", "two": "fused", "three": "fused_uvm_caching"}
     capsys.readouterr()
@@ -782,6 +784,9 @@ def test_training_by_a_plan_on_file_and_from_a_checkpoint(tmp_path, capsys):
     capsys.readouterr()
     assert run("train", str(path), tmp_path / "three", 0, plans[4]) == 2
     assert "this run has 1 cpu rank(s)" in capsys.readouterr().err
+    path.write_text(yaml.safe_dump(with_changes(compute_kernel="fused", model__tables=TABLES[:2])))
+    assert run("train", str(path), tmp_path / "three", 0, plans[1]) == 2
+    assert "the configuration has no table three, and the plan has" in capsys.readouterr().err
     larger = [{**TABLES[0], "rows": 51}, *TABLES[1:]]
     path.write_text(yaml.safe_dump(with_changes(compute_kernel="fused", model__tables=larger)))
     assert run("train", str(path), tmp_path / "three", 0, plans[1]) == 2

@@ -221,6 +221,15 @@ def test_a_configuration_that_does_not_fit_the_data_is_refused(config, tmp_path)
     assert "product has 1000 rows" in done.stderr and "Traceback" not in done.stderr
 
 
+def test_a_report_that_could_not_be_written_is_refused_before_training(config, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(config))
+    command = [sys.executable, str(ROOT / "examples" / "instacart.py"), "--config", str(path)]
+    command += ["--report", str(tmp_path / "missing" / "report.json")]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert done.returncode == 2 and "missing/report.json: there is no such folder" in done.stderr and not done.stdout
+
+
 def test_several_processes_are_refused(config, tmp_path):
     done, _ = run(config, tmp_path, WORLD_SIZE="2")
     assert done.returncode != 0 and "single process" in done.stderr

@@ -135,6 +135,7 @@ def compare(
     peaks = [measured[name]["peak_memory_mb"] for name in "BA"]
     return {
         **_origin(config, here),
+        "plan": "given" if plan else ab.plan,
         "notes": _notes(config, arms, here),
         "arms": measured,
         "speed_ratio": {f"p{p}": _ratio(times["A"][timed], times["B"][timed], p, turns) for p in PERCENTILES},

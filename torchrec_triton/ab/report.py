@@ -163,9 +163,10 @@ def facts(report: Report) -> Rows:
     config, ab = report["config"], report["config"]["ab"]
     moved = [table["name"] for table in report["tables"] if table["moved"]]
     plan = {
+        "given": "of a file, for both arms; only the kernels differ",
         "frozen": "one for both arms; only the kernels differ",
         "replan": f"the planner chose for each arm; moved: {', '.join(moved) or 'nothing'}",
-    }[ab["plan"]]
+    }[report["plan"]]
     first, last = report["timed"]
     rows: Rows = [
         ("device", f"{report['device']}, {report['world_size']} rank(s)"),

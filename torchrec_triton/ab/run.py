@@ -105,6 +105,8 @@ def _plan(path: Path, config: Config, here: Place) -> ShardingPlan:
         raise ConfigError(str(error)) from error
     tables = plan.plan.get("embeddings", {})
     missing = [table.name for table in config.model.tables if table.name not in tables]
+    if foreign := [table for table in tables if table not in config.kernels()]:
+        raise ConfigError(f"{path}: the configuration has no table {', '.join(foreign)}, and the plan has")
     ranks = 1 + max((rank for table in tables.values() for rank in table.ranks or []), default=0)
     if missing or ranks > here.world_size or planned_device_type(tables) != here.device.type:
         device = f"{ranks} {planned_device_type(tables)} rank(s)"
