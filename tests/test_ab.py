@@ -102,7 +102,7 @@ def test_arms_that_are_the_same_do_the_same(fused_report):
         assert table["weight_difference"]["absolute"] == table["state_difference"]["absolute"] == 0
     assert report["arms"]["A"]["metrics"] == report["arms"]["B"]["metrics"]
     assert report["verdict"]["passed"] and len(report["verdict"]["checks"]) == 3
-    assert "Both arms ran FBGEMM" in report["notes"][0]
+    assert "Both arms ran FBGEMM" in report["notes"][0] and not any("turns" in note for note in report["notes"])
     losses = report["curves"]["loss"]["A"]
     assert len(losses) == 220 and np.mean(losses[-20:]) < 0.95 * np.mean(losses[:20])  # it learns
 
@@ -162,6 +162,7 @@ def test_triton_in_the_interpreter_trains_as_fbgemm(world_size, shardings, chang
     for table in report["tables"]:
         assert table["weight_difference"]["share"] < 1e-3 and table["state_difference"]["share"] < 1e-3
     assert "interpreter" in report["notes"][0]
+    assert re.match(r"Only [48] turns were timed", report["notes"][-1])
 
 
 def test_the_comparison_would_notice(monkeypatch):

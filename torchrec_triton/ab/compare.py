@@ -34,6 +34,7 @@ from torchrec_triton.config import Config, ConfigError
 
 PERCENTILES = (50, 90, 99)
 RESAMPLES = 2000
+FEW_TURNS = 10  # a bootstrap of fewer misses the truth clearly more often than it says
 _AHEAD = 2  # batches that a pipeline reads beyond the one it trains on
 _CHUNK = 1 << 20  # rows that are compared at a time
 Report = dict[str, Any]
@@ -136,7 +137,7 @@ def compare(
     return {
         **_origin(config, here),
         "plan": "given" if plan else ab.plan,
-        "notes": _notes(config, arms, here),
+        "notes": _notes(config, arms, here, len(set(turns))),
         "arms": measured,
         "speed_ratio": {f"p{p}": _ratio(times["A"][timed], times["B"][timed], p, turns) for p in PERCENTILES},
         "memory_ratio": max(peaks[0]) / max(peaks[1]) if all(peaks) else None,
@@ -313,7 +314,7 @@ def _worst(differences: Iterable[Report | None]) -> Report | None:
     return max((d for d in differences if d is not None), key=lambda d: d["share"], default=None)
 
 
-def _notes(config: Config, arms: dict[str, Arm], here: Place) -> list[str]:
+def _notes(config: Config, arms: dict[str, Arm], here: Place, turns: int) -> list[str]:
     kernels = [[table["kernel"] for table in arm.tables.values()] for arm in arms.values()]
     notes, tables = [], config.model.tables
     if kernels[0] == kernels[1]:
@@ -329,6 +330,8 @@ def _notes(config: Config, arms: dict[str, Arm], here: Place) -> list[str]:
         notes.append(
             "FP16 and BF16 weights are rounded stochastically: the arms draw other random numbers and drift apart."
         )
+    if turns < FEW_TURNS:
+        notes.append(f"Only {turns} turns were timed: intervals of so few are too narrow. Take more steps.")
     return notes
 
 
