@@ -75,7 +75,7 @@ def _sum_blocks(acc, begin, end, partial, d, WIDTH: tl.constexpr):
     return acc
 
 
-@triton.jit(do_not_specialize=["num_blocks", "num_tables", "key_begin", "key_end", "each", "apart"])
+@triton.jit(do_not_specialize=["num_blocks", "num_tables", "key_begin", "key_end", "each"])
 def partial_sums_kernel(
     partial,  # fp32 [num_blocks, WIDTH]
     keys,
@@ -90,8 +90,8 @@ def partial_sums_kernel(
     key_end,
     max_gradient,
     each,  # blocks a program looks at, GROUP at most
-    apart,  # from one to the next
     GROUP: tl.constexpr,
+    APART: tl.constexpr,  # from one to the next
     SUPER: tl.constexpr,  # 1: sum lookups into a block; else sum SUPER blocks
     BLOCK: tl.constexpr,
     LOOK: tl.constexpr,
@@ -103,12 +103,12 @@ def partial_sums_kernel(
 ):
     """Sum of each aligned block of sorted lookups that belongs to one run of this bucket; others are not written.
 
-    `apart` neighbouring programs share apart * each neighbouring blocks: those of a hot row go to several programs, and
+    APART neighbouring programs share APART * each neighbouring blocks: those of a hot row go to several programs, and
     what runs at a time reads gradients of few features, which the cache holds."""
     d = tl.arange(0, BLOCK_D)
     k = tl.arange(0, GROUP)
-    window = tl.program_id(0).to(tl.int64) // apart * (apart * each)
-    candidate = window + tl.program_id(0) % apart + k * apart
+    window = tl.program_id(0).to(tl.int64) // APART * (APART * each)
+    candidate = window + tl.program_id(0) % APART + k * APART
     inside = (k < each) & (candidate < num_blocks)
     key = tl.load(keys + candidate * (BLOCK * SUPER), mask=inside, other=-1)
     same = key == tl.load(keys + candidate * (BLOCK * SUPER) + (BLOCK * SUPER - 1), mask=inside, other=-2)

@@ -24,15 +24,19 @@ def kind_of(*tensors: torch.Tensor | None) -> tuple:
     return tuple(None if t is None else (t.dtype, t.data_ptr() % ALIGNMENT == 0) for t in tensors)
 
 
-_this_thread = threading.local()
+class _ThisThread(threading.local):
+    compiled: list[str] | None = None  # names of kernels, where they are compiled only
+
+
+_this_thread = _ThisThread()
 
 
 @contextlib.contextmanager
 def compile_only() -> Iterator[list[str]]:
     """Within it this thread's launches compile their kernels and run none. Yields the names of those compiled."""
-    _this_thread.compiled = []
+    names = _this_thread.compiled = []
     try:
-        yield _this_thread.compiled
+        yield names
     finally:
         _this_thread.compiled = None
 
@@ -58,7 +62,7 @@ class Launcher:
         place: distinguishes launches of a call whose constants or argument types differ.
         args: the arguments before the constexpr ones, of one type at a place; constants: constexpr arguments, options.
         """
-        names = getattr(_this_thread, "compiled", None)
+        names = _this_thread.compiled
         if found := self._compiled.get(place):
             if names is not None:
                 return

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from torchrec_triton.kernels import backward, bounds_check, forward, sort, transpose, tuning
+from torchrec_triton.kernels import backward, bounds_check, forward, transpose, tuning
 from torchrec_triton.kernels.common import Batch, TableLayout, cdiv, num_warps, tile_rows
 from torchrec_triton.kernels.launch import Launcher, compile_only, kind_of
 
@@ -109,8 +109,7 @@ def compile_step(
         lookup(layout, weights, batch, out)
         if weighted:
             sample_weight_grad(layout, weights, out, batch, None, optimizer.max_gradient)
-        update(layout, weights, state, out, batch, optimizer)
-        sort.build(device, layout.key_dtype, torch.int64 if mean or weighted else torch.int32)
+        update(layout, weights, state, out, batch, optimizer)  # which sorts, and so builds or loads the sort
     return names
 
 
@@ -239,7 +238,8 @@ def _apply(
     max_gradient = optimizer.max_gradient if optimizer.max_gradient is not None else 0.0
     step = (optimizer.learning_rate, optimizer.eps, optimizer.weight_decay, max_gradient, optimizer.seed)
     descriptors = (weights, state, grad, runs.first, runs.last, runs.row_key, runs.row_table, runs.bounds)
-    single, short, _, long = transpose.most_runs(num_ids)
+    # Most runs of one lookup, of two and more, and long ones that the lookups can make.
+    single, short, long = num_ids, num_ids // 2, num_ids // (transpose.MIDDLE_RUN + 1)
     ranges = len(layout.buckets) + 1
     for index, bucket in enumerate(layout.buckets):
         d = bucket.block_d
@@ -253,8 +253,8 @@ def _apply(
                     ("partial", super_blocks, index), backward.partial_sums_kernel,
                     cdiv(count, each * _APART) * _APART,
                     partial, runs.keys, grad, runs.payload, blocks, layout.table_key, layout.table_meta,
-                    count, layout.num_tables, bucket.key_begin, bucket.key_end, max_gradient, each, _APART,
-                    GROUP=_GROUP, SUPER=super_blocks, BLOCK=block, LOOK=look, WIDTH=width, **shape,
+                    count, layout.num_tables, bucket.key_begin, bucket.key_end, max_gradient, each,
+                    GROUP=_GROUP, APART=_APART, SUPER=super_blocks, BLOCK=block, LOOK=look, WIDTH=width, **shape,
                     SCALED=flags["SCALED"], CLIP=flags["CLIP"], num_warps=num_warps(d, look),
                 )  # fmt: skip
         warps = num_warps(d, abreast, tiles.short_warp)

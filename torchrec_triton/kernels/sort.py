@@ -29,12 +29,6 @@ def sort_pairs(keys: torch.Tensor, payload: torch.Tensor, num_keys: int) -> tupl
     return keys, payload.index_select(0, order)
 
 
-def build(device: torch.device, key: torch.dtype, payload: torch.dtype) -> None:
-    """Builds the sort of such pairs, or loads it."""
-    if device.type == "cuda":
-        _radix_sort(device, key, payload)
-
-
 _built: dict[tuple, _RadixSort | None] = {}
 
 

@@ -312,11 +312,6 @@ def write_runs_kernel(
     tl.store(last + ended_rank, i.to(last.dtype.element_ty), mask=ends & (ended > 0))
 
 
-def most_runs(num_ids: int) -> list[int]:
-    """Most runs of each class that `num_ids` lookups can make."""
-    return [num_ids // shortest for shortest in (1, 2, SHORT_RUN + 1, MIDDLE_RUN + 1)]
-
-
 def transpose(layout: TableLayout, batch: Batch, launch: Launcher) -> Runs:
     """Runs of a batch that has ids."""
     device, num_ids = batch.indices.device, batch.indices.numel()
