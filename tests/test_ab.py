@@ -28,7 +28,7 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec_triton.ab import compare as compare_module
 from torchrec_triton.ab import report as reports
 from torchrec_triton.ab.arm import Arm, Feed, in_step, place
-from torchrec_triton.ab.compare import _differences, _largest, _ratio, _state, compare
+from torchrec_triton.ab.compare import _differences, _largest, _ratio, compare
 from torchrec_triton.ab.model import fill
 from torchrec_triton.ab.run import run
 from torchrec_triton.ab.sources import open_source
@@ -190,7 +190,7 @@ def two_placements(content: dict[str, Any], *shardings: str) -> list[dict[str, A
     with place() as here:
         arms = [Arm(config, here, 2, config.kernels(), placed(config, one)) for one in shardings]
         same = _differences(arms[0].model.state_dict(), arms[1].model.state_dict(), here)
-        state = _differences(_state(arms[0]), _state(arms[1]), here)
+        state = _differences(arms[0].table_state(), arms[1].table_state(), here)
         for weight, (row, _) in arms[1].weights()["embeddings.embedding_bags.one.weight"]:
             if row == 0:
                 weight[0, 0] += 0.5
@@ -728,7 +728,7 @@ def test_a_checkpoint_of_one_kernel_starts_the_other(tmp_path):
         assert max(d["share"] for d in _differences(fused.model.state_dict(), triton.model.state_dict(), here).values())
         triton.load(tmp_path / "saved")
         weights = _differences(fused.model.state_dict(), triton.model.state_dict(), here)
-        state = _differences(_state(fused), _state(triton), here)
+        state = _differences(fused.table_state(), triton.table_state(), here)
     assert {d["absolute"] for d in (*weights.values(), *state.values())} == {0.0}
 
 

@@ -277,8 +277,12 @@ class Arm:
 
     def row_state(self) -> dict[str, list[tuple[Tensor, tuple[int, int]]]]:
         """The optimizer state of each table by name, likewise."""
+        return {name: shards_of(value) for name, value in self.table_state().items()}
+
+    def table_state(self) -> dict[str, Any]:
+        """The optimizer state of each table by name, as TorchRec holds it."""
         state = self.model.fused_optimizer.state_dict()["state"]
-        return {name: shards_of(value) for of_table in state.values() for name, value in of_table.items()}
+        return {name: value for of_table in state.values() for name, value in of_table.items()}
 
     def save(self, folder: Path) -> None:
         """All weights, the state of all optimizers and the number of steps, by torch.distributed.checkpoint."""

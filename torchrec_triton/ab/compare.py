@@ -66,7 +66,7 @@ def train(
         arm.advance(reader, 1)
         _tell(progress, step + 1, config.steps, arm)
     timed = slice(min(config.ab.warmup, config.steps - 1), None)
-    measured = _measured(arm, config, source, timed, None)
+    measured = _measured(arm, config, source, timed, _step_times(arm), None)
     return arm, {**_origin(config, here), **measured, "losses": _mean_over_ranks(arm).tolist(), "tables": arm.tables}
 
 
@@ -112,10 +112,10 @@ def compare(
     progress(config.steps, config.steps, float(b.losses[-1]))
 
     timed = slice(ab.warmup, last)
-    times = {name: _slowest(arm.phases.sum(1)).numpy() for name, arm in arms.items()}
+    times = {name: _step_times(arm) for name, arm in arms.items()}
     losses = {name: _mean_over_ranks(arm) for name, arm in arms.items()}
     weights = _differences(a.model.state_dict(), b.model.state_dict(), here)
-    state = _differences(_state(a), _state(b), here)
+    state = _differences(a.table_state(), b.table_state(), here)
     tables = []
     for table in config.model.tables:
         mine = {"A": a.tables[table.name], "B": b.tables[table.name]}
@@ -132,7 +132,7 @@ def compare(
             }
         )
     turns = np.arange(ab.warmup, last) // ab.steps_a_turn
-    measured = {name: _measured(arm, config, source, timed, profiles[name]) for name, arm in arms.items()}
+    measured = {name: _measured(arm, config, source, timed, times[name], profiles[name]) for name, arm in arms.items()}
     peaks = [measured[name]["peak_memory_mb"] for name in "BA"]
     return {
         **_origin(config, here),
@@ -158,9 +158,11 @@ def _tell(progress: Progress, step: int, steps: int, arm: Arm) -> None:
         progress(step, steps, float(arm.losses[-20:].mean()))
 
 
-def _measured(arm: Arm, config: Config, source: Source, timed: slice, profiled: Report | None) -> Report:
-    here, phases = arm.here, _slowest(arm.phases)[timed]
-    times = _slowest(arm.phases.sum(1))[timed].numpy()
+def _measured(
+    arm: Arm, config: Config, source: Source, timed: slice, times: np.ndarray, profiled: Report | None
+) -> Report:
+    """times: ms of each step, of which `timed` count."""
+    here, phases, times = arm.here, _slowest(arm.phases)[timed], times[timed]
     peaks: list[Any] = [None] * here.world_size
     dist.all_gather_object(peaks, arm.peak)
     kernels = sorted({table["kernel"] for table in arm.tables.values()})
@@ -229,6 +231,11 @@ def _profiles(arms: dict[str, Arm], readers: dict[str, Any], here: Place, steps:
     }
 
 
+def _step_times(arm: Arm) -> np.ndarray:
+    """Milliseconds of each step on the slowest rank."""
+    return _slowest(arm.phases.sum(1)).numpy()
+
+
 def _slowest(times: Tensor) -> Tensor:
     """Largest over the ranks, element by element."""
     everywhere: list[Any] = [None] * dist.get_world_size()
@@ -255,11 +262,6 @@ def _ratio(a: np.ndarray, b: np.ndarray, percentile: int, turns: np.ndarray) -> 
         ratios.append(np.percentile(a[steps], percentile) / np.percentile(b[steps], percentile))
     value = np.percentile(a, percentile) / np.percentile(b, percentile)
     return {"value": float(value), "interval": np.percentile(ratios, (2.5, 97.5)).tolist()}
-
-
-def _state(arm: Arm) -> dict[str, Any]:
-    state = arm.model.fused_optimizer.state_dict()["state"]
-    return {name: value for of_table in state.values() for name, value in of_table.items()}
 
 
 def _differences(ours: dict[str, Any], theirs: dict[str, Any], here: Place) -> dict[str, Report | None]:
