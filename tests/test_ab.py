@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 from html.parser import HTMLParser
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +137,34 @@ def test_the_profiler_watches_both_arms_by_turns_and_full_pipelines(monkeypatch)
         compare(config, here, open_source(config), lambda *_: None)
     assert turns[-4:] == [("A", 2), ("B", 2), ("B", 1), ("A", 1)]
     assert len(set(left)) == 1 and left[0] > 0
+
+
+def test_neither_arm_is_always_first_nor_waits_for_data(monkeypatch):
+    """Who goes first alternates from turn to turn, and a turn's batches are made before either arm takes it."""
+    config = build(Config, with_changes(compute_kernel="fused", steps=10, ab__steps_a_turn=2, ab__profile_steps=2))
+    source, events = open_source(config), list[Any]()
+    training, original = type(source).training, Arm.advance
+
+    def made(self: Any, rank: int, world_size: int) -> Any:
+        for number, batch in enumerate(training(self, rank, world_size)):
+            events.append(number)
+            yield batch
+
+    def advance(self: Arm, batches: Any, steps: int) -> None:
+        if self not in arms:
+            arms.append(self)
+        events.append("AB"[arms.index(self)])
+        original(self, batches, steps)
+        events.append("end")
+
+    arms: list[Arm] = []
+    monkeypatch.setattr(type(source), "training", made)
+    monkeypatch.setattr(Arm, "advance", advance)
+    with place() as here:
+        compare(config, here, source, lambda *_: None)
+    assert "".join(event for event in events if event in ("A", "B")) == "ABBA" * 3  # two turns under the profiler
+    assert [event for event in events if isinstance(event, int)] == list(range(10 + compare_module._AHEAD))
+    assert all(after == "end" for event, after in pairwise(events) if event in ("A", "B"))
 
 
 WEIGHTED = {"model__weighted": True, "model__tables": [TABLES[0]], "pipeline": "base", "ab__steps_a_turn": 3}

@@ -199,7 +199,14 @@ def how(report: Report) -> list[str]:
             "gloo's operations on the CPU. They include waiting for other ranks, and may overlap with the rest."
         )
     if report["arms"]["A"]["peak_memory_mb"]:
-        lines.append("Peak memory is what the arm would need alone: what it holds and the most that one step adds.")
+        lines.append(
+            "Phases lie between events in the GPU's stream: where the GPU waits for the host they show the host's time, "
+            "and where it lags behind the host, input takes next to nothing."
+        )
+        lines.append(
+            "Peak memory is what the arm would need alone: what it holds and the most that one step adds, beside what "
+            "PyTorch keeps for matrix products once a process (cuBLAS)."
+        )
     return lines
 
 
