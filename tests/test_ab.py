@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 import json
 import math
 import os
@@ -743,6 +745,34 @@ def test_ranks_with_other_batches_to_evaluate_are_told():
     for counts, sizes, words in (([2, 1], [4, 4], "batch 1 has [4, 0]"), ([1, 1], [4, 3], "batch 0 has [4, 3]")):
         for told in ranks(2).run(uneven, counts, sizes):
             assert words in told
+
+
+UNEVEN_SOURCE = """
+from itertools import islice
+
+from torchrec_triton.ab.sources import Synthetic
+
+class Uneven(Synthetic):
+    def evaluation(self, rank, world_size):
+        return islice(super().evaluation(rank, world_size), 2 - rank)
+"""
+
+
+def told_before_training(mode: str, path: str, output: str) -> tuple[int, str]:
+    """Of a rank: the exit status and what was told."""
+    told = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(told):
+        patch.setattr(Arm, "advance", lambda *_: pytest.fail("it trains"))
+        return run(mode, path, Path(output)), told.getvalue()
+
+
+@pytest.mark.parametrize("mode", ["train", "ab"])
+def test_a_rank_with_fewer_batches_to_evaluate_is_told_before_training(tmp_path, mode):
+    (tmp_path / "uneven.py").write_text(UNEVEN_SOURCE)
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(with_changes(compute_kernel="fused", data__source=f"{tmp_path}/uneven.py:Uneven")))
+    for status, told in ranks(2).run(told_before_training, mode, str(path), str(tmp_path / "out")):
+        assert status == 2 and "evaluation batch 1 has [8, 0] samples on ranks 0 and up" in told
 
 
 def test_a_checkpoint_of_one_kernel_starts_the_other(tmp_path):

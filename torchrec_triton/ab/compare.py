@@ -53,8 +53,11 @@ def train(
 
     plan: places and kernels of the tables; by default the planner chooses. resume: a checkpoint to go on
     from (see Arm.save), with the batches after those that it has seen, for `steps` more.
+
+    Raises:
+        ConfigError: the ranks' held-out batches differ in number or size.
     """
-    next(in_step(source.evaluation(here.rank, here.world_size)))  # there are some
+    _read_through(source, here)
     arm = Arm(config, here, source.dense, kernels_in(plan) if plan else config.kernels(), plan)
     if resume is not None:
         arm.load(resume)
@@ -80,7 +83,7 @@ def compare(
     `ab.plan`).
 
     Raises:
-        ConfigError: too few steps are left to time.
+        ConfigError: too few steps are left to time, or the ranks' held-out batches differ in number or size.
         UnsupportedTableError: an arm's tables cannot have the `fused_triton` that was asked for by name.
     """
     ab = config.ab
@@ -90,7 +93,7 @@ def compare(
             f"steps: {config.steps} steps less ab.warmup ({ab.warmup}) and ab.profile_steps ({ab.profile_steps}) leave "
             f"{max(0, last - ab.warmup)} to time; at least 2 are needed"
         )
-    next(in_step(source.evaluation(here.rank, here.world_size)))  # there are some
+    _read_through(source, here)
     a = Arm(config, here, source.dense, dict.fromkeys(config.kernels(), ab.baseline), plan, arms=2)
     frozen = plan or (a.plan if ab.plan == "frozen" else None)
     b = Arm(config, here, source.dense, kernels_in(plan) if plan else config.kernels(), frozen, arms=2)
@@ -151,6 +154,12 @@ def compare(
             "step_ms": {name: one.tolist() for name, one in times.items()},
         },
     }
+
+
+def _read_through(source: Source, here: Place) -> None:
+    """Every held-out batch once, so that a rank with fewer of them is told before hours of training, not after."""
+    for _ in in_step(source.evaluation(here.rank, here.world_size)):
+        pass
 
 
 def _tell(progress: Progress, step: int, steps: int, arm: Arm) -> None:

@@ -200,8 +200,8 @@ def how(report: Report) -> list[str]:
         )
     if report["arms"]["A"]["peak_memory_mb"]:
         lines.append(
-            "Phases lie between events in the GPU's stream: where the GPU waits for the host they show the host's time, "
-            "and where it lags behind the host, input takes next to nothing."
+            "Phases lie between events in the GPU's stream: where the GPU waits for the host they show the host's "
+            "time, and where it lags behind the host, input takes next to nothing."
         )
         lines.append(
             "Peak memory is what the arm would need alone: what it holds and the most that one step adds, beside what "

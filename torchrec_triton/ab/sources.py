@@ -4,7 +4,7 @@ It has the attribute `Options`, a frozen keyword-only dataclass of what may stan
 
     dense: int                              how many dense features a sample has
     training(rank, world_size)              this rank's batches, without end; the same at each call
-    evaluation(rank, world_size)            held-out batches, as many and as large on each rank
+    evaluation(rank, world_size)            held-out batches, as many and as large on each rank; the same at each call
 
 Batches are TorchRec's `Batch`, on the CPU: dense_features fp32 [B, dense], sparse_features with the features of the
 tables in their order, labels fp32 [B]. A source may check that the configured tables fit, and raise ConfigError.
