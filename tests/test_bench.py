@@ -13,7 +13,7 @@ import torch
 from fbgemm_gpu.split_embedding_configs import SparseType
 
 from torchrec_triton import cli
-from torchrec_triton.bench import compiling, floor, gate, plot, report
+from torchrec_triton.bench import compiling, floor, gate, plot, rates, report
 from torchrec_triton.bench import config as settings
 from torchrec_triton.bench import run as bench
 from torchrec_triton.bench.config import Card, Grid, GridTables, Rate, Suite, Sweep
@@ -21,6 +21,7 @@ from torchrec_triton.bench.gate import GateError, Pair
 from torchrec_triton.bench.workloads import PROD66, Batch, Workload, grid, make_batch, real, sweep, workloads
 from torchrec_triton.config import ConfigError
 from torchrec_triton.kernels import ops
+from torchrec_triton.plan.rates import read_rates
 
 H200 = Path(__file__).parents[1] / "configs" / "bench_h200.yaml"
 CPU = torch.device("cpu")
@@ -365,7 +366,7 @@ def on_cpu(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 0)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 1)
     monkeypatch.setattr(bench, "_device", lambda: CPU)
-    monkeypatch.setattr(bench.compiling, "warm_up", lambda shapes: 0.0)
+    monkeypatch.setattr(bench.compiling, "warm_up", lambda *work: 0.0)
     origin = {"hardware": dict.fromkeys(("multiprocessors", "memory_gib", "driver", "copy_terabytes_per_second"), 1)}
     origin |= {"gpu": "a card", "date": "2026-01-01", "commit": "abc", "versions": {}, "command": "bench"}
     monkeypatch.setattr(bench, "_origin", lambda commit: origin)
@@ -452,6 +453,24 @@ def test_shapes_that_time_does_not_allow_are_named_and_fail_the_command(on_cpu, 
 def test_wrong_arguments_are_named(on_cpu, capsys, arguments, message):
     assert cli.main([*on_cpu, *arguments]) == 2
     assert capsys.readouterr().err.startswith(message)
+
+
+def test_rates_are_measured_at_every_point_of_their_axes(on_cpu, tmp_path, monkeypatch):
+    """In small, but through the gate and the turns of the sides."""
+    axes = {"data_type": ("FP32", "FP16"), "weighted": (False, True), "dim": (8,), "pooling": (2,)}
+    monkeypatch.setattr(rates, "AXES", {**axes, "reuse": (0.5, 4), "lookups": (32,)})
+    monkeypatch.setattr(rates, "TABLES", 2)
+    launches = [Workload("one", (9, 9), (8, 8), (1, 1), batch=2), Workload("two", (9, 9), (8, 20), (1, 1), batch=2)]
+    monkeypatch.setattr(rates, "launch_bound", lambda: launches)
+    assert cli.main(["bench", "--rates", str(tmp_path / "rates.json")]) == 0
+    read = read_rates(tmp_path / "rates.json")
+    assert len(read.times) == 8 and read.gpu == "a card" and read.command == "torchrec-triton bench --rates rates.json"
+    assert min(min(ms["fused"] + ms["fused_triton"]) for ms in read.times.values()) > 0
+
+
+def test_what_a_further_width_adds():
+    one, three = {"a": [1.0, 2.0], "b": [3.0, 4.0]}, {"a": [1.5, 4.0], "b": [2.9, 4.0]}
+    assert rates.further_width((1, one), (3, three)) == {"a": [0.25, 1.0], "b": [0.0, 0.0]}  # noise is no gain
 
 
 # --- report --------------------------------------------------------------------------------------------------------

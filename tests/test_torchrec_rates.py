@@ -3,6 +3,7 @@ stay as it was. The rates here are invented; those that are measured lie in conf
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,10 +36,14 @@ from torchrec.distributed.types import CacheParams, ShardingPlan
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
+from torchrec_triton import cli
+from torchrec_triton.bench.gate import GateError
 from torchrec_triton.config import Config, Data, Model, Rule, Table
+from torchrec_triton.kernels.common import TableLayout
 from torchrec_triton.module.sharding import TritonEmbeddingBagCollectionSharder
 from torchrec_triton.plan import rates as rates_module
 from torchrec_triton.plan.configured import model_of
+from torchrec_triton.plan.estimator import _width
 from torchrec_triton.plan.files import save_plan
 from torchrec_triton.plan.planner import make_planner
 from torchrec_triton.plan.rates import Shape, find_rates, known_rates, read_rates
@@ -69,7 +75,8 @@ def invented(point: dict[str, Any]) -> dict[str, list[float]]:
 def content() -> dict[str, Any]:
     points = [dict(zip(AXES, values)) for values in itertools.product(*AXES.values())]
     head = {"gpu": "Invented", "date": "2026-01-01", "versions": {}, "command": "none", "commit": "none"}
-    return {**head, "axes": dict(AXES), "rows": [{**point, **invented(point)} for point in points]}
+    width = {"fused": [0.0, 0.0], "fused_triton": [0.01, 0.02]}
+    return {**head, "axes": dict(AXES), "width": width, "rows": [{**point, **invented(point)} for point in points]}
 
 
 @pytest.fixture
@@ -150,6 +157,9 @@ def test_between_points_and_beyond_them(rates: Path, axis: str, low: float, midd
         (lambda c: c.pop("commit"), "KeyError: 'commit'"),
         (lambda c: c["axes"].pop("reuse"), "KeyError: 'reuse'"),
         (lambda c: c["rows"].pop(), "KeyError"),
+        (lambda c: c.pop("width"), "KeyError: 'width'"),
+        (lambda c: c["width"].pop("fused"), "KeyError: 'fused'"),
+        (lambda c: c.update(width=None), "TypeError"),  # of a run that was stopped
         (lambda c: c["rows"][3]["fused"].__setitem__(0, 0), "fused took no time"),
     ],
 )
@@ -184,40 +194,87 @@ def test_the_files_of_known_gpus_can_be_read() -> None:
 
 
 def test_what_the_bench_writes_is_what_the_planner_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The grid as it is measured, with invented times: every shape has the lookups, rows and bags of its point. Where
-    one fails the gate the file is no good."""
-    from torchrec_triton.bench import rates as bench
-
-    shapes: list[Any] = []
-    fails = -1
-
-    def measure(workload: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        shapes.append(workload)
-        if len(shapes) == fails:
-            raise bench.GateError("the sides disagree")
-        phases = {phase: {"p50": 1.0 + len(shapes)} for phase in ("forward", "backward")}
-        return {"name": workload.name, "triton": phases, "fbgemm": phases}
-
-    monkeypatch.setattr(bench, "measure", measure)
-    monkeypatch.setattr(bench, "_origin", lambda commit: {key: commit for key in ("gpu", "date", "versions", "commit")})
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Invented")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert bench.measure_rates(tmp_path / "none.json") == 2 and not (tmp_path / "none.json").exists()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    compiled: list[Any] = []
-    monkeypatch.setattr(bench, "compile_kernels", compiled.extend)
-    assert bench.measure_rates(tmp_path / "r.json", "abc") == 0 and len(compiled) == len(shapes)
-    read = read_rates(tmp_path / "r.json")
+    """The grid as it is measured, with invented times: every shape has the lookups, rows and bags of its point, and its
+    kernels are compiled before; shapes with the same tables are measured on one pair of modules."""
+    found = measured(monkeypatch)
+    assert cli.main(["bench", "--rates", str(tmp_path / "new" / "r.json"), "--commit", "abc"]) == 0
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["r.json"]
+    read = read_rates(tmp_path / "new" / "r.json")
     assert (read.commit, read.command) == ("abc", "torchrec-triton bench --rates r.json")
-    assert len(read.times) == len(shapes)
+    # The first shapes have one and three widths, and took 1 and 2 ms in each phase.
+    assert read.width == {"fused": [0.5, 0.5], "fused_triton": [0.5, 0.5]}
+    (one, three), shapes = found.shapes[:2], found.shapes[2:]
+    assert len(set(one.dims)) == 1 and len(set(three.dims)) == 3
+    assert len(read.times) == len(shapes) == 144
     for point, shape in zip(read.times, shapes):
         _, weighted, dim, pooling, reuse, lookups = point
         assert (shape.weighted, set(shape.dims), set(shape.pooling)) == (weighted, {dim}, {pooling})
-        assert shape.num_ids == lookups and shape.num_ids / sum(shape.rows) == reuse and min(shape.rows) >= 1
-    fails = len(shapes) + 3
-    assert bench.measure_rates(tmp_path / "failed.json", "abc") == 1
-    with pytest.raises(ValueError, match=r"failed\.json has no rates \(KeyError"):
-        read_rates(tmp_path / "failed.json")
+        assert shape.num_ids == lookups and (shape.num_ids / sum(shape.rows) == reuse or set(shape.rows) == {1})
+
+    def kind(shape: Any) -> tuple[Any, ...]:
+        return shape.weighted, shape.dims, shape.pooling, shape.batch
+
+    assert {kind(shape) for shape in found.shapes} == {kind(shape) for shape in found.compiled}
+    assert max(sum(shape.rows) for shape in found.compiled) <= 100_000
+    assert len(found.pairs) == 2 + 2 * 3 * 3 * 2  # of launch-bound shapes; data types, dims, reuse, lookups
+
+
+def measured(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`bench --rates` without a GPU. What it measured, compiled and built; shape number `ends` ends with `how`."""
+    from torchrec_triton.bench import rates as bench
+
+    found = SimpleNamespace(shapes=[], compiled=[], pairs=[], ends=-1, how=None)
+
+    def measure(workload: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        found.shapes.append(workload)
+        if len(found.shapes) == found.ends:
+            raise found.how
+        phases = {phase: {"p50": float(len(found.shapes))} for phase in ("forward", "backward")}
+        return {"name": workload.name, "triton": phases, "fbgemm": phases}
+
+    monkeypatch.setattr(bench.run, "measure", measure)
+    monkeypatch.setattr(bench.run, "_device", lambda: torch.device("cpu"))
+    origin = ("gpu", "date", "versions", "commit")
+    monkeypatch.setattr(bench.run, "_origin", lambda commit: dict.fromkeys(origin, commit))
+    monkeypatch.setattr(bench.run, "gpu_problem", lambda: None)
+    monkeypatch.setattr(bench.Pair, "build", lambda *what: found.pairs.append(what) or what)
+    monkeypatch.setattr(bench.compiling, "warm_up", lambda shapes, precisions: found.compiled.extend(shapes))
+    return found
+
+
+@pytest.mark.parametrize("how", [GateError("the sides disagree"), KeyboardInterrupt()], ids=["wrong", "stopped"])
+def test_rates_that_are_not_complete_replace_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], how: BaseException
+) -> None:
+    """The file of an earlier run stays; what was measured lies beside it, and the planner refuses it."""
+    path = tmp_path / "r.json"
+    found = measured(monkeypatch)
+    assert cli.main(["bench", "--rates", str(path)]) == 0
+    before = path.read_bytes()
+    found.shapes, found.ends, found.how = [], 7, how
+    with contextlib.nullcontext() if isinstance(how, GateError) else pytest.raises(KeyboardInterrupt):
+        assert cli.main(["bench", "--rates", str(path)]) == 1
+        assert "not timed: the sides disagree\nno rates: 1 of 146 shapes failed" in capsys.readouterr().err
+    assert path.read_bytes() == before
+    with pytest.raises(ValueError, match=r"r\.json\.part has no rates"):
+        read_rates(tmp_path / "r.json.part")
+    assert len(json.loads((tmp_path / "r.json.part").read_text())["rows"]) == len(found.shapes) - 3
+
+
+def test_where_rates_cannot_be_written_or_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line, before anything is measured."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cli.main(["bench", "--rates", str(tmp_path / "r.json")]) == 2 and not list(tmp_path.iterdir())
+    assert "there is no GPU" in capsys.readouterr().err
+    found = measured(monkeypatch)
+    (tmp_path / "file").touch()
+    for path, words in ((tmp_path, "is a folder; name a file in it"), (tmp_path / "file" / "r.json", "")):
+        assert cli.main(["bench", "--rates", str(path)]) == 2
+        message = capsys.readouterr().err
+        assert message.startswith(f"--rates {path}: {words}") and message.count("\n") == 1
+    assert not found.shapes
 
 
 # --- which kernel auto takes -----------------------------------------------------------------------------------------
@@ -253,6 +310,26 @@ def test_two_operators_in_a_group_must_pay(rates: Path) -> None:
         constraints = constrained(1, pooling_factors=[2.0])
         constraints["t1"] = ParameterConstraints(sharding_types=["table_wise"], pooling_factors=[pooling])
         assert chosen(rates, model, constraints=constraints) == dict(zip(("t0", "t1"), expected))
+
+
+def test_further_widths_of_rows_are_paid_for(rates: Path) -> None:
+    """FBGEMM's operator takes tables of all dims alike; ours launches more for each width, which counts while there is
+    little to do. Dims of one width cost nothing more, nor does a second operator then."""
+    few = constrained(3, pooling_factors=[2.0])
+    for dims, batch_size, kernel in (
+        ((32, 64, 128), 16, "fused"),
+        ((100, 68, 128), 16, "fused_triton"),
+        ((4, 16, 8), 16, "fused_triton"),
+        ((32, 64, 128), 2**17, "fused_triton"),
+    ):
+        model = tables(*({"num_embeddings": 10**6, "embedding_dim": dim} for dim in dims))
+        assert set(chosen(rates, model, batch_size, constraints=few).values()) == {kernel}, dims
+
+
+def test_widths_are_those_of_the_kernels() -> None:
+    dims = [*range(4, 300, 4), 1024, 1028]
+    layouts = [TableLayout.build([9], [dim], [0], [0], [0], torch.device("cpu")) for dim in dims]
+    assert [_width(dim) for dim in dims] == [layout.max_block_d for layout in layouts]
 
 
 def test_what_was_asked_for_is_not_weighed(rates: Path) -> None:

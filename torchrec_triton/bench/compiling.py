@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -36,7 +37,7 @@ def groups(workloads: Iterable[Workload]) -> list[list[Workload]]:
     return [list(found[key]) for key in sorted(found, key=lambda key: (-len(key[0]), -len(found[key])))]
 
 
-def first_steps(workloads: list[Workload]) -> None:
+def first_steps(workloads: list[Workload], precision: SparseType) -> None:
     """A step of our side for each shape, in either rounding; what it compiles stays in Triton's cache."""
     device = torch.device("cuda", torch.cuda.current_device())
     tables: Any = None
@@ -45,7 +46,7 @@ def first_steps(workloads: list[Workload]) -> None:
         if (workload.rows, workload.dims) != tables:
             tables, tbe = (workload.rows, workload.dims), None
             torch.cuda.empty_cache()
-            tbe = module(TritonTableBatchedEmbeddingBags, workload, SparseType.FP16, device, strict=True)
+            tbe = module(TritonTableBatchedEmbeddingBags, workload, precision, device, strict=True)
         batch = make_batch(workload, 0, device)
         for stochastic in (False, True):
             tbe.optimizer_args = tbe.optimizer_args._replace(stochastic_rounding=stochastic)
@@ -54,14 +55,14 @@ def first_steps(workloads: list[Workload]) -> None:
     torch.cuda.synchronize()
 
 
-def warm_up(workloads: Iterable[Workload]) -> float:
+def warm_up(workloads: Iterable[Workload], precisions: Iterable[SparseType] = (SparseType.FP16,)) -> float:
     """Fills Triton's cache for these shapes in parallel, where that pays. Returns the seconds it took."""
     start = time.perf_counter()
-    work = groups(workloads)
+    work = list(itertools.product(groups(workloads), precisions))
     if len(work) > 2:  # for fewer the processes take longer to start than they save, and the gate compiles too
         processes = min(len(work), len(os.sched_getaffinity(0)))
         with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-            for _ in pool.map(first_steps, work):
+            for _ in pool.map(first_steps, *zip(*work)):
                 pass
     return time.perf_counter() - start
 

@@ -1,29 +1,23 @@
 """Measures the rates by which the planner chooses kernels: `torchrec-triton bench --rates FILE` on the GPU in question.
 
-One operator of equal tables for each point of a grid, beside FBGEMM's; each point passes the bench's gate first. The
-file goes to configs/rates/, or is handed to `make_planner(rates=...)`. FBGEMM's times are those of its default forward,
-which is what `fused` runs.
+One operator of equal tables for each point of a grid, beside FBGEMM's; each point passes the bench's gate first. Two
+more operators say what rows of several widths cost. The file goes to configs/rates/, or is handed to
+`make_planner(rates=...)`. FBGEMM's times are those of its default forward, which is what `fused` runs.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
-import multiprocessing
-import os
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import torch
 from fbgemm_gpu.split_embedding_configs import SparseType
 
-from torchrec_triton.bench.gate import GateError, module
-from torchrec_triton.bench.run import _origin, measure
-from torchrec_triton.bench.workloads import Workload, make_batch
-from torchrec_triton.module.tbe import TritonTableBatchedEmbeddingBags
+from torchrec_triton.bench import compiling, report, run
+from torchrec_triton.bench.gate import GateError, Pair
+from torchrec_triton.bench.workloads import Workload, launch_bound
 
 # Every combination is measured. Between the values of an axis the planner interpolates, beyond them it extrapolates.
 AXES: dict[str, tuple[Any, ...]] = {
@@ -32,11 +26,12 @@ AXES: dict[str, tuple[Any, ...]] = {
     "dim": (32, 128, 256),
     "pooling": (1, 16),  # lookups a bag
     "reuse": (0.25, 16, 1024),  # lookups a row of the table: what the mean run length follows from
-    "lookups": (2**16, 2**21),  # of the operator: where a launch costs as much as its work, and where it doesn't
+    "lookups": (2**11, 2**21),  # of the operator: where it costs its launches, and where they are nothing
 }
 TABLES = 8
 COUNTED = 5
 Point = dict[str, Any]
+Milliseconds = dict[str, list[float]]  # kernel -> of forward and backward
 
 
 def workload(point: Point) -> Workload:
@@ -44,7 +39,7 @@ def workload(point: Point) -> Workload:
     lookups = point["lookups"] // TABLES
     return Workload(
         " ".join(f"{axis}={value}" for axis, value in point.items()),
-        rows=(int(lookups / point["reuse"]),) * TABLES,
+        rows=(max(1, int(lookups / point["reuse"])),) * TABLES,
         dims=(point["dim"],) * TABLES,
         pooling=(point["pooling"],) * TABLES,
         batch=lookups // point["pooling"],
@@ -53,62 +48,78 @@ def workload(point: Point) -> Workload:
 
 
 def measure_rates(output: Path, commit: str = "") -> int:
-    """Measure every point and write the file: where it comes from, the axes, and ms of (forward, backward) a kernel.
+    """Measure every point and write the file: where it comes from, the axes, ms of (forward, backward) of each kernel
+    that a further width of rows adds, and those of each point.
 
-    0: done, 1: a point failed the gate, so the file lacks it and no planner takes it, 2: there is no GPU.
+    The file is there once all is measured. Until then, and if a point fails, what there is lies in FILE.part.
+
+    0: done, 1: a point failed the gate, 2: there is no GPU, or nowhere to write.
     """
-    if not torch.cuda.is_available():
-        print("bench times CUDA kernels: there is no GPU", file=sys.stderr)
+    problem = run.gpu_problem() or (f"--rates {output}: is a folder; name a file in it" if output.is_dir() else "")
+    if problem:
+        print(problem, file=sys.stderr)
         return 2
     begun = time.perf_counter()
+    rows: list[dict[str, Any]] = []
+    command = {"command": f"torchrec-triton bench --rates {output.name}"}
+    result: dict[str, Any] = {**run._origin(commit), **command, "axes": AXES, "width": None, "rows": rows}
+    part = output.with_name(f"{output.name}.part")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        report.save(result, part)
+    except OSError as error:
+        print(f"--rates {output}: {error.strerror}", file=sys.stderr)
+        return 2
+
     points = [dict(zip(AXES, values)) for values in itertools.product(*AXES.values())]
-    compile_kernels(points)
+    points.sort(key=lambda point: [point[axis] for axis in ("data_type", "dim", "reuse", "lookups")])  # share tables
+    shapes: list[tuple[Point, Workload]] = [({}, shape) for shape in launch_bound()]
+    shapes += [(point, workload(point)) for point in points]
+    # Tables are small here: kernels do not depend on rows.
+    small = [shape for point, shape in shapes if point.get("reuse", AXES["reuse"][-1]) == AXES["reuse"][-1]]
+    compiling.warm_up(small, [SparseType[kind] for kind in AXES["data_type"]])
     print(f"kernels compiled in {time.perf_counter() - begun:.0f} s", flush=True)
-    rows, failed = [], 0
-    for point in points:
+
+    launches, failed = [], 0
+    tables: Any = None
+    pair: Pair | None = None
+    for at, (point, shape) in enumerate(shapes, start=1):
+        precision = SparseType[point.get("data_type", "FP16")]
+        if tables != (shape.rows, shape.dims, precision):
+            tables, pair = (shape.rows, shape.dims, precision), None
+            pair = Pair.build(shape, precision, run._device())
         try:
-            row = measure(workload(point), SparseType[point["data_type"]], COUNTED, host_runs=1)
+            row = run.measure(shape, precision, COUNTED, host_runs=1, pair=pair)
         except GateError as error:
             failed += 1
-            print(f"{point}: not timed: {error}", file=sys.stderr)
+            print(f"{shape.name}: not timed: {error}", file=sys.stderr, flush=True)
             continue
         ms = {
             kernel: [round(row[side][phase]["p50"], 5) for phase in ("forward", "backward")]
             for kernel, side in (("fused", "fbgemm"), ("fused_triton", "triton"))
         }
-        rows.append({**point, **ms})
-        ratio = sum(ms["fused"]) / sum(ms["fused_triton"])
-        print(f"{row['name']:<80} fused {sum(ms['fused']):8.3f} ms, {ratio:.2f}x", flush=True)
-    origin = {**_origin(commit), "command": f"torchrec-triton bench --rates {output.name}"}
-    lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
-    head = json.dumps(origin, indent=1).removesuffix("\n}")
-    output.write_text(f'{head},\n "axes": {json.dumps(AXES)},\n "rows": [\n{lines}\n ]\n}}\n')
-    print(f"{len(rows)} points on {torch.cuda.get_device_name()} in {time.perf_counter() - begun:.0f} s: {output}")
-    return 1 if failed else 0
+        if point:
+            rows.append({**point, **ms})
+            report.save(result, part)
+        else:
+            launches.append((len(set(shape.dims)), ms))
+        fused, triton = (sum(ms[kernel]) for kernel in ("fused", "fused_triton"))
+        done = f"{at}/{len(shapes)}, {time.perf_counter() - begun:.0f} s"
+        print(f"{done:<14} {shape.name:<80} fused {fused:8.3f} ms, {fused / triton:.2f}x", flush=True)
+    if failed:
+        print(f"no rates: {failed} of {len(shapes)} shapes failed the gate; the others are in {part}", file=sys.stderr)
+        return 1
+    result["width"] = further_width(*launches)
+    report.save(result, part)
+    part.replace(output)
+    print(f"{len(rows)} points on {result['gpu']} in {time.perf_counter() - begun:.0f} s: {output}")
+    return 0
 
 
-def compile_kernels(points: list[Point]) -> None:
-    """Fill Triton's cache in parallel, a process for each data type, dim and kind of weights. Tables are small here:
-    kernels do not depend on rows."""
-    small = [point for point in points if point["reuse"] == max(AXES["reuse"])]
-    groups: dict[Any, list[Point]] = {}
-    for point in small:
-        groups.setdefault((point["data_type"], point["weighted"], point["dim"]), []).append(point)
-    processes = min(len(groups), len(os.sched_getaffinity(0)))
-    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for _ in pool.map(first_steps, groups.values()):
-            pass
-
-
-def first_steps(points: list[Point]) -> None:
-    """A step of our side for each point, in either rounding."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    for point in points:
-        shape = workload(point)
-        batch = make_batch(shape, 0, device)
-        for stochastic in (False, True):
-            tbe = module(TritonTableBatchedEmbeddingBags, shape, SparseType[point["data_type"]], device, strict=True)
-            tbe.optimizer_args = tbe.optimizer_args._replace(stochastic_rounding=stochastic)
-            out = tbe(batch.indices, batch.offsets, batch.weights)
-            out.backward(torch.zeros_like(out))
-    torch.cuda.synchronize()
+def further_width(one: tuple[int, Milliseconds], several: tuple[int, Milliseconds]) -> Milliseconds:
+    """Of operators with so little to do that a launch is what they cost: (widths of rows, their times)."""
+    more = several[0] - one[0]
+    return {
+        kernel: [round(max(b - a, 0.0) / more, 5) for a, b in zip(times, several[1][kernel])]
+        for kernel, times in one[1].items()
+    }

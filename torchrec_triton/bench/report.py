@@ -103,7 +103,10 @@ def to_json(result: dict[str, Any]) -> str:
 
 
 def save(result: dict[str, Any], path: Path) -> None:
-    path.write_text(to_json(result))
+    """Whole or not at all: who is stopped while writing leaves the file that was there."""
+    unfinished = path.with_name(f".{path.name}.part")
+    unfinished.write_text(to_json(result))
+    unfinished.replace(path)
 
 
 def write(result: dict[str, Any], path: Path) -> None:

@@ -40,6 +40,12 @@ def _device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
+def gpu_problem() -> str | None:
+    """Why nothing can be timed here, or None."""
+    problem = _compat.launch_problem("cuda") if torch.cuda.is_available() else "there is no GPU"
+    return problem and f"bench times CUDA kernels: {problem} (--render needs no GPU)"
+
+
 class GpuTimer:
     """Forward and backward of one call in ms, with idle cycles ahead that cover the host's launches.
 
@@ -285,9 +291,8 @@ def main(options: argparse.Namespace) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    problem = _compat.launch_problem("cuda") if torch.cuda.is_available() else "there is no GPU"
-    if problem:
-        print(f"bench times CUDA kernels: {problem} (--render needs no GPU)", file=sys.stderr)
+    if problem := gpu_problem():
+        print(problem, file=sys.stderr)
         return 2
     output = Path(options.output)
     if output.suffix != ".json":

@@ -74,8 +74,8 @@ class PerfEstimator(EmbeddingPerfEstimator):
         """Set the kernel of each option that is free to have either; the others have theirs.
 
         Tables of one sharding type, data type and pooling share an operator, if they have one kernel. So it is Triton
-        for all, FBGEMM for all, or for each table what is faster: whatever costs an average rank least. Of equal costs
-        the first named counts.
+        for all, FBGEMM for all, or for each table what is faster, at the price of two operators: whatever costs an
+        average rank least. Of equal costs the first named counts.
         """
         self._groups.clear()
         members: dict[Hashable, list[_Member]] = defaultdict(list)
@@ -85,14 +85,14 @@ class PerfEstimator(EmbeddingPerfEstimator):
                 share = len(option.shards) / self._topology.world_size
                 members[_key(option)].append(_Member(option, lines, [work * share for work in self._work(option)]))
         for key, group in members.items():
-            self._groups[key] = _Group(group)
+            total = max(sum(member.work[1] for member in group), 1e-9)
+            self._groups[key] = _Group(total, {kernel: self._launches(group, kernel) for kernel in KERNELS})
             kept = [None if free(member.option) else member.option.compute_kernel for member in group]
-            total = self._groups[key].lookups
             faster = [min(KERNELS, key=partial(member.cost, part=member.work[1] / total)) for member in group]
-            one_for_all = [[own or kernel for own in kept] for kernel in KERNELS]
-            best = min(one_for_all, key=partial(_cost, group))
+            cost = partial(self._cost, group)
+            best = min(([own or kernel for own in kept] for kernel in KERNELS), key=cost)
             mixed = [own or kernel for own, kernel in zip(kept, faster)]
-            for member, kernel in zip(group, mixed if _cost(group, mixed) < MIXED_GAIN * _cost(group, best) else best):
+            for member, kernel in zip(group, mixed if cost(mixed) < MIXED_GAIN * cost(best) else best):
                 member.option.compute_kernel = kernel
 
     def times(self, option: ShardingOption, kernel: str) -> list[tuple[float, float]]:
@@ -105,6 +105,24 @@ class PerfEstimator(EmbeddingPerfEstimator):
             forward, backward = (part * launches[i] + lines[i].lookup * work[i] for i in (0, 1))
             result.append((forward, backward))
         return result
+
+    def _launches(self, members: list[_Member], kernel: str) -> list[float]:
+        """ms of both phases of an operator with these tables: as long as that of the slowest of them, and what further
+        widths of rows add."""
+        assert self.rates
+        further = len({_width(member.option.shards[0].size[1]) for member in members}) - 1
+        return [
+            max(member.lines[kernel][phase].launch for member in members) + further * self.rates.width[kernel][phase]
+            for phase in (0, 1)
+        ]
+
+    def _cost(self, members: list[_Member], kernels: list[str]) -> float:
+        """ms of all operators of a group on an average rank."""
+        total = 0.0
+        for kernel in KERNELS:
+            if chosen := [member for member, k in zip(members, kernels) if k == kernel]:
+                total += sum(self._launches(chosen, kernel)) + sum(member.cost(kernel) for member in chosen)
+        return total
 
     def _work(self, option: ShardingOption) -> tuple[float, float]:
         """Of forward and backward of a shard, in lookups; a forward of more bags than lookups is busy writing bags."""
@@ -138,26 +156,17 @@ class _Member:
         return sum(line.launch * part + line.lookup * work for line, work in zip(self.lines[kernel], self.work))
 
 
+@dataclasses.dataclass
 class _Group:
     """Tables that one operator would hold. lookups: on an average rank; launches: kernel -> ms of both phases."""
 
-    def __init__(self, members: list[_Member]) -> None:
-        self.lookups = max(sum(member.work[1] for member in members), 1e-9)
-        self.launches = {kernel: _launches(members, kernel) for kernel in KERNELS}
+    lookups: float
+    launches: dict[str, list[float]]
 
 
-def _launches(members: list[_Member], kernel: str) -> list[float]:
-    """Of an operator with these tables: as long as that of the slowest of them."""
-    return [max(member.lines[kernel][phase].launch for member in members) for phase in (0, 1)]
-
-
-def _cost(members: list[_Member], kernels: list[str]) -> float:
-    """ms of all operators of a group on an average rank."""
-    total = 0.0
-    for kernel in KERNELS:
-        if chosen := [member for member, k in zip(members, kernels) if k == kernel]:
-            total += sum(_launches(chosen, kernel)) + sum(member.cost(kernel) for member in chosen)
-    return total
+def _width(dim: int) -> int:
+    """Rows of what dims the Triton kernels take together: up to the next power of two, and all up to 16."""
+    return max(16, 1 << (dim - 1).bit_length())
 
 
 def _key(option: ShardingOption) -> Hashable:

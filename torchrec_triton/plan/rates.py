@@ -1,8 +1,8 @@
 """Measured times of both kernels on known GPUs, and what they say of the shapes in between.
 
-A file is what `torchrec-triton bench --rates FILE` writes: where it comes from, the axes of a grid, and for each point
-of it the milliseconds of forward and backward of either kernel. Those of known GPUs are in configs/rates/, which is
-installed with the package.
+A file is what `torchrec-triton bench --rates FILE` writes: where it comes from, the axes of a grid, and the
+milliseconds of forward and backward of either kernel, for each point of it and for each further width of rows. Those of
+known GPUs are in configs/rates/, which is installed with the package.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 # Of an installed package, and of a checkout.
 _FOLDERS = (Path(__file__).parents[1] / "rates", Path(__file__).parents[2] / "configs" / "rates")
 _PROVENANCE = ("gpu", "date", "versions", "command", "commit")
+_KERNELS = ("fused", "fused_triton")
 _AXES = ("data_type", "weighted", "dim", "pooling", "reuse", "lookups")
 
 
@@ -46,7 +47,8 @@ class Line(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class Rates:
     """gpu: as CUDA names it; date, versions, command, commit: of the measurement; axes: name -> values, ascending;
-    times: (a value of each axis) -> kernel -> (forward, backward) in ms."""
+    width: kernel -> what an operator takes longer for each width of its rows beyond the first; times: (a value of each
+    axis) -> kernel -> what it takes. Both are (forward, backward) in ms."""
 
     gpu: str
     date: str
@@ -54,6 +56,7 @@ class Rates:
     command: str
     commit: str
     axes: Mapping[str, list[Any]]
+    width: Mapping[str, tuple[float, float]]
     times: Mapping[tuple[Any, ...], Mapping[str, tuple[float, float]]]
 
     def line(self, kernel: str, phase: int, shape: Shape) -> Line:
@@ -99,9 +102,10 @@ def read_rates(path: Path) -> Rates:
         content = json.loads(path.read_text())
         axes = {axis: content["axes"][axis] for axis in _AXES}
         times = {tuple(row[axis] for axis in _AXES): row for row in content["rows"]}
-        rates = Rates(**{key: content[key] for key in _PROVENANCE}, axes=axes, times=times)
+        width = {kernel: content["width"][kernel] for kernel in _KERNELS}
+        rates = Rates(**{key: content[key] for key in _PROVENANCE}, axes=axes, width=width, times=times)
         for point in itertools.product(*axes.values()):
-            for kernel in ("fused", "fused_triton"):
+            for kernel in _KERNELS:
                 if min(times[point][kernel]) <= 0:
                     raise ValueError(f"{point}: {kernel} took no time")
         return rates
