@@ -22,6 +22,7 @@ from torchrec_triton.bench.workloads import PROD66, Batch, Workload, grid, make_
 from torchrec_triton.config import ConfigError
 from torchrec_triton.kernels import ops
 from torchrec_triton.plan.rates import read_rates
+from torchrec_triton.support import MAX_DIM
 
 H200 = Path(__file__).parents[1] / "configs" / "bench_h200.yaml"
 CPU = torch.device("cpu")
@@ -65,16 +66,42 @@ def test_the_shipped_configuration_has_the_shapes_that_are_asked_for():
             "card.copy.rate: a configuration file has no such",
         ),
         ("dim: [64, 128], mean", "dim: [62], mean", "full.sweep[0].dim[0]: 62 is not allowed; allowed: multiples of 4"),
+        (
+            "dim: [64, 128], mean",
+            "dim: [16384], mean",
+            f"full.sweep[0].dim[0]: 16384 is not allowed; allowed: multiples of 4, 4 and above and below {MAX_DIM + 1}",
+        ),
+        (
+            "rows: [1000000, 10000, 100000, 1000, 3000000, 300000, 30000, 300]",
+            "rows: []",
+            "grid_tables.rows: [] is not allowed; allowed: one value and more",
+        ),
+        ("alpha: [1.05]", "alpha: []", "full.grid[0].alpha: [] is not allowed; allowed: one value and more"),
+        (
+            "batch: [256, 4096",
+            "batch: [9999999999, 4096",
+            "full.grid[0].batch[0]: 9999999999 is not allowed; allowed: 1",
+        ),
+        ("rows: [1000000,", "rows: [a,", "grid_tables.rows[0]: expected a whole number, got 'a'"),
+        ("counted: 11", "counted: true", "full.counted: expected a whole number, got True"),
+        ("seconds: 540", "seconds: .nan", "full.seconds: nan is not allowed; allowed: 1 and above"),
+        ("first_step: true", "first_step: 1", "full.first_step: expected true or false, got 1"),
+        ("    - prod66 B=65536\n", "    - 5\n", "full.real[0]: expected text, got 5"),
+        ("quick:\n", "[1, 2]: 3\nquick:\n", "while constructing a mapping"),
+        ("quick:\n", "\tquick:\n", "while scanning for the next token found character"),
+        ("name: NVIDIA H200", "name: !!python/name:os.system", "could not determine a constructor for the tag"),
+        ("name: NVIDIA H200", "name: \udcff", "'utf-8' codec can't decode byte 0xff"),
     ],
 )
-def test_a_wrong_configuration_names_the_key_and_what_is_allowed(tmp_path, old, new, message):
+def test_a_wrong_configuration_names_the_key_and_what_is_allowed(tmp_path, old, new, message, capsys, monkeypatch):
     text = H200.read_text()
     assert old in text
     path = tmp_path / "bench.yaml"
-    path.write_text(text.replace(old, new, 1))
-    with pytest.raises(ConfigError) as error:
-        settings.load(path)
-    assert str(error.value).startswith(f"{path}: {message}")
+    path.write_text(text.replace(old, new, 1), errors="surrogateescape")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cli.main(["bench", "--config", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"{path}: {message}") and said.count("\n") == 1
 
 
 def test_an_unknown_workload_is_an_error_with_the_nearest_name():
@@ -86,6 +113,29 @@ def test_a_shape_twice_is_an_error():
     cells = Grid(pooling=(1,), alpha=(0,), batch=(8,), dim=(8,))
     with pytest.raises(ConfigError, match="'L=1 zipf=0 B=8 D=8' is there twice"):
         workloads(Suite(real=(), grid=(cells, cells)), TABLES)
+
+
+def test_a_shape_of_too_many_ids_is_an_error():
+    cells = Grid(pooling=(2**16,), alpha=(0,), batch=(2**15,), dim=(8,))
+    with pytest.raises(ConfigError, match="B=32768 D=8' has 2,147,483,648 ids; allowed: below 2,147,483,648"):
+        workloads(Suite(real=(), grid=(cells,)), TABLES)
+
+
+@pytest.mark.parametrize("arguments, suite", [([], "full"), (["--quick"], "quick")])
+def test_a_wrong_suite_names_its_file_and_key(tmp_path, arguments, suite, capsys):
+    path = tmp_path / "bench.yaml"
+    before, after = H200.read_text().split(f"\n{suite}:\n")
+    path.write_text(f"{before}\n{suite}:\n" + after.replace("prod66 B=8192\n", "prod66 B=8193\n", 1))
+    assert cli.main(["bench", "--config", str(path), *arguments]) == 2
+    start = f"{path}: {suite}.real: 'prod66 B=8193' is no real workload; did you mean prod66 B=8192?"
+    said = capsys.readouterr().err
+    assert said.startswith(start) and said.count("\n") == 1
+
+
+def test_only_one_thing_is_done(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "--quick", "--rates", "some.json"])
+    assert "--rates: not allowed with argument --quick" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [["--config", "nowhere.yaml"], []])
@@ -425,10 +475,24 @@ def test_a_shape_that_fails_the_gate_has_no_times_and_fails_the_command(on_cpu, 
     monkeypatch.setattr(Pair, "build", wrong_in_one)
     assert cli.main(on_cpu) == 1
     printed = capsys.readouterr()
-    assert "gate failed: L=2 zipf=0 B=8 D=4 weighted VBE: output1 differs by" in printed.err
+    assert "not timed: L=2 zipf=0 B=8 D=4 weighted VBE: the gate failed: output1 differs by" in printed.err
     result = json.loads((tmp_path / "out" / "run.json").read_text())
     assert len(result["rows"]) == 2 and not any(row["shape"]["vbe"] for row in result["rows"])
-    assert "**Not timed, because the gate failed:**" in (tmp_path / "out" / "run.md").read_text()
+    assert "**Not timed:**" in (tmp_path / "out" / "run.md").read_text()
+
+
+def test_a_shape_that_does_not_fit_is_named_and_the_next_is_measured(on_cpu, tmp_path, capsys, monkeypatch):
+    build = Pair.build
+
+    def too_large(shape, precision, device):
+        if shape.vbe:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return build(shape, precision, device)
+
+    monkeypatch.setattr(Pair, "build", too_large)
+    assert cli.main(on_cpu) == 1
+    assert "not timed: L=2 zipf=0 B=8 D=4 weighted VBE: does not fit into the GPU's" in capsys.readouterr().err
+    assert len(json.loads((tmp_path / "out" / "run.json").read_text())["rows"]) == 2
 
 
 def test_shapes_that_time_does_not_allow_are_named_and_fail_the_command(on_cpu, tmp_path, capsys, monkeypatch):
@@ -453,6 +517,12 @@ def test_shapes_that_time_does_not_allow_are_named_and_fail_the_command(on_cpu, 
 def test_wrong_arguments_are_named(on_cpu, capsys, arguments, message):
     assert cli.main([*on_cpu, *arguments]) == 2
     assert capsys.readouterr().err.startswith(message)
+
+
+def test_a_report_that_cannot_be_written_is_told_before_it_is_measured(on_cpu, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert cli.main([*on_cpu, "--output", str(tmp_path / "file" / "run.json")]) == 2
+    assert capsys.readouterr().err.startswith(f"--output {tmp_path}/file/run.json: ")
 
 
 def test_rates_are_measured_at_every_point_of_their_axes(on_cpu, tmp_path, monkeypatch):

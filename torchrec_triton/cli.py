@@ -49,12 +49,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     bench = commands.add_parser("bench", help="measure the kernels beside FBGEMM's on this machine's GPU")
     bench.add_argument("--config", default="configs/bench_h200.yaml", help="default: %(default)s")
-    bench.add_argument("--quick", action="store_true", help="fewer shapes and runs")
+    task = bench.add_mutually_exclusive_group()
+    task.add_argument("--quick", action="store_true", help="fewer shapes and runs")
     bench.add_argument("--only", default="", metavar="PARTS", help="shapes with one of these, by comma, in their name")
     bench.add_argument("--counted", type=int, help="timed runs a side, instead of the configuration's")
     bench.add_argument("--output", default=".", metavar="PATH", help="folder or JSON file; its report is put beside it")
-    bench.add_argument("--render", metavar="FILE", help="only make the report of a JSON file anew; needs no GPU")
-    bench.add_argument("--rates", metavar="FILE", help="measure and write the rates by which the planner chooses")
+    task.add_argument("--render", metavar="FILE", help="only make the report of a JSON file anew; needs no GPU")
+    task.add_argument("--rates", metavar="FILE", help="measure and write the rates by which the planner chooses")
     bench.add_argument("--commit", default="", help="what is measured, where this is no git checkout")
     bench.set_defaults(run=_bench)
 

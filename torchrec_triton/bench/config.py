@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -10,8 +11,22 @@ import yaml
 
 from torchrec_triton import config as base
 from torchrec_triton.config import Bounds, ConfigError, Count, NonNegative
+from torchrec_triton.support import MAX_DIM
 
-Dim = Annotated[int, Bounds(4, step=4)]
+
+class _Some:
+    """Lists with something in them."""
+
+    def __contains__(self, values: Sized) -> bool:
+        return len(values) > 0
+
+    def __str__(self) -> str:
+        return "one value and more"
+
+
+Size = Annotated[int, Bounds(1, below=1e9)]
+Sizes = Annotated[tuple[Size, ...], _Some()]
+Dims = Annotated[tuple[Annotated[int, Bounds(4, below=MAX_DIM + 1, step=4)], ...], _Some()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +52,10 @@ class Card:
 class Grid:
     """All combinations of four axes: bag size, Zipf exponent (0: uniform), batch, dim."""
 
-    pooling: tuple[Count, ...]
-    alpha: tuple[NonNegative, ...]
-    batch: tuple[Count, ...]
-    dim: tuple[Dim, ...]
+    pooling: Sizes
+    alpha: Annotated[tuple[NonNegative, ...], _Some()]
+    batch: Sizes
+    dim: Dims
     weighted: bool = False
     vbe: bool = False
 
@@ -50,18 +65,18 @@ class GridTables:
     """rows: of the tables of a grid shape, one feature each. most_ids: a shape of more ids keeps its pooling and batch
     and drops tables from the end, down to one."""
 
-    rows: tuple[Count, ...]
-    most_ids: Count
+    rows: Sizes
+    most_ids: Size
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
     """One table of `dim`, ids uniform, its rows chosen so that rows occur `mean_run` times on average."""
 
-    dim: tuple[Dim, ...]
-    mean_run: tuple[Count, ...]
-    batch: Count = 65536
-    pooling: Count = 20
+    dim: Dims
+    mean_run: Sizes
+    batch: Size = 65536
+    pooling: Size = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,8 +116,8 @@ def load(path: str | Path) -> Bench:
         ConfigError: the file cannot be read, is not YAML, or a key or value in it is wrong.
     """
     try:
-        return base.build(Bench, yaml.load(Path(path).read_text(), Loader=base._Loader))
+        return base.build(Bench, yaml.load(Path(path).read_text(encoding="utf-8"), Loader=base._Loader))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
-    except (yaml.YAMLError, ConfigError) as error:
-        raise ConfigError(f"{path}: {error}") from error
+    except (yaml.YAMLError, UnicodeDecodeError, ConfigError) as error:
+        raise ConfigError(f"{path}: {' '.join(str(error).split())}") from error

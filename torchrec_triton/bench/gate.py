@@ -141,7 +141,8 @@ def gate(pair: Pair, workload: Workload, batches: list[Batch], grad: torch.Tenso
     for name, share in zip(("output", "weights", "state"), torch.stack(shares).amax(0).tolist()):
         result[f"float64 {name}"], limits[f"float64 {name}"] = share, 1.0
     if wrong := [name for name, limit in limits.items() if not result[name] <= limit]:  # NaN is wrong too
-        raise GateError(", ".join(f"{name} differs by {result[name]:.3g} (allowed {limits[name]:g})" for name in wrong))
+        found = (f"{name} differs by {result[name]:.3g} (allowed {limits[name]:g})" for name in wrong)
+        raise GateError(f"the gate failed: {', '.join(found)}")
     return result
 
 

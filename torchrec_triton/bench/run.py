@@ -276,9 +276,11 @@ def run(
             )
             result["rows"].append(row)
             print(report.line(row), flush=True)
-        except GateError as error:
-            result["failed"].append({"name": workload.name, "reason": str(error)})
-            print(f"| {workload.name} | not timed: {error} |", flush=True)
+        except (GateError, torch.OutOfMemoryError) as error:
+            reason = str(error) if isinstance(error, GateError) else "does not fit into the GPU's memory"
+            tables = pair = None
+            result["failed"].append({"name": workload.name, "reason": reason})
+            print(f"| {workload.name} | not timed: {reason} |", flush=True)
         result["seconds"] = round(time.perf_counter() - start, 1)
         save(result)
     return result
@@ -298,12 +300,16 @@ def main(options: argparse.Namespace) -> int:
     if output.suffix != ".json":
         gpu = torch.cuda.get_device_name().lower().replace(" ", "-").removeprefix("nvidia-")
         output /= f"{datetime.date.today().isoformat()}-{gpu}{'-quick' if options.quick else ''}.json"
-    output.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        print(f"--output {options.output}: {error.strerror}", file=sys.stderr)
+        return 2
     result = run(card, suite, shapes, options.commit, lambda result: report.save(result, output))
     report.write(result, output)
     print(f"\n{output} and its Markdown and plots, {result['seconds']} s")
     for failure in result["failed"]:
-        print(f"gate failed: {failure['name']}: {failure['reason']}", file=sys.stderr)
+        print(f"not timed: {failure['name']}: {failure['reason']}", file=sys.stderr)
     if result["skipped"]:
         print(f"not run within {suite.seconds:g} s: {len(result['skipped'])} shapes", file=sys.stderr)
     return 1 if result["failed"] or result["skipped"] else 0
@@ -317,7 +323,10 @@ def _chosen(options: argparse.Namespace) -> tuple[Suite, Card, list[Workload]]:
     """
     settings = load(options.config)
     suite = settings.quick if options.quick else settings.full
-    shapes = workloads(suite, settings.grid_tables)
+    try:
+        shapes = workloads(suite, settings.grid_tables)
+    except ConfigError as error:
+        raise ConfigError(f"{options.config}: {'quick' if options.quick else 'full'}.{error}") from error
     if options.only:
         parts = [part for part in options.only.split(",") if part]
         names = ", ".join(shape.name for shape in shapes if shape.group != "grid")

@@ -216,7 +216,7 @@ def workloads(suite: Suite, tables: GridTables) -> list[Workload]:
     has shapes of every kind; within a round those that share their tables stand together.
 
     Raises:
-        ConfigError: there is no real workload of a name, or two shapes have one name.
+        ConfigError: there is no real workload of a name, two shapes have one name, or one has too many ids.
     """
     known = {workload.name: workload for workload in real()}
     if unknown := [name for name in suite.real if name not in known]:
@@ -229,4 +229,7 @@ def workloads(suite: Suite, tables: GridTables) -> list[Workload]:
     names = [shape.name for shape in shapes]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ConfigError(f"grid, sweep: the shape {twice[0]!r} is there twice")
+    if large := [shape for shape in shapes if shape.num_ids >= 2**31]:
+        found = f"{large[0].name!r} has {large[0].num_ids:,} ids"
+        raise ConfigError(f"grid, sweep: {found}; allowed: below {2**31:,} (pooling times batch times tables)")
     return shapes
