@@ -636,15 +636,14 @@ def test_the_reports_are_complete_and_stand_alone(fused_report, tmp_path):
 # --- command ----------------------------------------------------------------------------------------------------------
 
 
-def command(
-    tmp_path: Path, content: dict[str, Any], *more: str, **environment: str
-) -> subprocess.CompletedProcess[str]:
+def command(tmp_path: Path, content: dict[str, Any], mode: str = "ab") -> subprocess.CompletedProcess[str]:
+    """A process without a launcher."""
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(content))
-    arguments = ["ab", "--config", str(path), "--output", str(tmp_path / "out")]
-    clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    clean = {name: value for name, value in os.environ.items() if name not in launched}
     return subprocess.run(
-        [sys.executable, "-m", "torchrec_triton.cli", *arguments],
+        [sys.executable, "-m", "torchrec_triton.cli", mode, "--config", str(path), "--output", str(tmp_path / "out")],
         env={
             **clean,
             "PYTHONPATH": str(ROOT),
@@ -655,6 +654,12 @@ def command(
         capture_output=True,
         text=True,
     )
+
+
+def test_training_needs_no_launcher(tmp_path):
+    done = command(tmp_path, with_changes(), "train")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads((tmp_path / "out" / "report.json").read_text())["world_size"] == 1
 
 
 def test_the_command_passes_and_fails(tmp_path, capsys):

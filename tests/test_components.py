@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -15,6 +18,7 @@ from test_ab import with_changes
 
 pytest.importorskip("torchx", reason="a GPU host may carry the GPU tests only")
 
+from torchx.components import dist
 from torchx.runner import get_runner
 from torchx.specs.finder import get_component
 
@@ -36,6 +40,26 @@ def test_a_component_starts_its_command_with_torchrun(name):
     # Who gives the number has the last word: then a .torchxconfig that overrides -j is noticed.
     assert launched(name, "--world-size", "2", j="1x4").endswith(f"{name} --world-size 2")
     assert launched(name, "--world-size=2", j="1x4").endswith(f"{name} --world-size=2")
+
+
+@pytest.mark.parametrize("name", ["torchrun", "ddp"])
+def test_the_job_is_the_same_under_either_name_of_torchxs_component(monkeypatch, name):
+    """TorchX 0.7 has `ddp`; later ones call it `torchrun`, where a bare number after -j may mean hosts."""
+    stock = getattr(dist, "torchrun", None) or dist.ddp
+    for other in ("torchrun", "ddp"):
+        monkeypatch.delattr(dist, other, raising=False)
+    monkeypatch.setattr(dist, name, stock, raising=False)
+    line = shlex.split(launched("ab", "--config", "c.yaml", j="1x2"))
+    options = {option: line[line.index(option) + 1] for option in ("--nnodes", "--nproc_per_node", "--rdzv_endpoint")}
+    # Port 0 is any free one, so that two jobs on a host don't meet.
+    assert options == {"--nnodes": "1", "--nproc_per_node": "2", "--rdzv_endpoint": "localhost:0"}
+    assert line[line.index("-m") :] == ["-m", "torchrec_triton.cli", "ab", "--config", "c.yaml", "--world-size", "2"]
+
+
+def test_every_recipe_says_how_many_hosts():
+    recipes = [FILE, ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")]
+    commands = [line for path in recipes for line in re.findall(r"torchx run .*", path.read_text())]
+    assert len(commands) >= 3 and all(re.search(r" -j [1-9]\d*x[1-9]\d* ", line + " ") for line in commands)
 
 
 def test_resources_and_environment():
@@ -60,7 +84,7 @@ def test_schedulers_take_the_job(scheduler):
     assert "torchrec_triton.cli" in str(job) and "--nproc_per_node 2" in str(job)
 
 
-def torchx(
+def started(
     tmp_path: Path,
     name: str,
     content: dict,
@@ -68,9 +92,9 @@ def torchx(
     *more: str,
     keep_logs: bool = True,
     j: tuple[str, ...] = ("-j", "1x2"),
-) -> subprocess.CompletedProcess[str]:
+) -> subprocess.Popen[str]:
     """A job of two processes; torchrun has to be on PATH."""
-    config = tmp_path / "run.yaml"
+    config = tmp_path / f"{output.name}.yaml"
     config.write_text(yaml.safe_dump(content))
     bin_folder = str(Path(sys.executable).parent)
     own = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -80,7 +104,17 @@ def torchx(
     command = ["torchx", "run", "-s", "local_cwd", *logs, f"{FILE}:{name}", *j, "--gpu", "0"]
     command += ["--", "--config", str(config), "--output", str(output), *more]
     environment["CUDA_VISIBLE_DEVICES"] = ""
-    return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True)
+
+
+def finished(job: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
+    stdout, stderr = job.communicate(timeout=200)
+    return subprocess.CompletedProcess(job.args, job.returncode, stdout, stderr)
+
+
+def torchx(*args: Any, **keywords: Any) -> subprocess.CompletedProcess[str]:
+    return finished(started(*args, **keywords))
 
 
 def test_two_processes_compare_and_rank_0_reports(tmp_path):
@@ -89,6 +123,17 @@ def test_two_processes_compare_and_rank_0_reports(tmp_path):
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert report["world_size"] == 2 and report["verdict"]["passed"]
     assert (done.stdout + done.stderr).count("PASS: ") == 1
+
+
+def test_two_jobs_at_the_same_time_do_not_meet(tmp_path):
+    """Each takes ports of its own."""
+    content = with_changes(compute_kernel="fused")
+    jobs = [started(tmp_path, name, content, tmp_path / name, keep_logs=False) for name in ("train", "ab")]
+    for job in jobs:
+        done = finished(job)
+        assert done.returncode == 0, done.stdout + done.stderr
+    for name in ("train", "ab"):
+        assert json.loads((tmp_path / name / "report.json").read_text())["world_size"] == 2
 
 
 def test_results_do_not_depend_on_logs_or_another_components_settings(tmp_path):

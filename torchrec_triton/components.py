@@ -87,7 +87,8 @@ def _job(
     # `--`.
     given = any(argument.partition("=")[0] == "--world-size" for argument in arguments)
     expected = () if given else ("--world-size", str(hosts * processes))
-    return dist.ddp(
+    start = dist.torchrun if hasattr(dist, "torchrun") else dist.ddp  # its name until TorchX 0.7
+    return start(
         command,
         *arguments,
         *expected,
