@@ -1,0 +1,115 @@
+"""On a GPU: lookups on another stream than the backward of the model around them, and replays of a captured step."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import harness
+import pytest
+import torch
+from distributed_harness import ranks
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec_cases import Case, Table, Trained, batches, jagged, shard, snapshot
+
+pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("ranks")]
+
+
+# --- streams ----------------------------------------------------------------------------------------------------------
+
+
+def copied(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """In memory of the current stream."""
+    weights = features.weights_or_none()
+    return KeyedJaggedTensor(
+        keys=features.keys(),
+        values=features.values().clone(),
+        lengths=features.lengths().clone(),
+        weights=None if weights is None else weights.clone(),
+    )
+
+
+def churn() -> None:
+    """Take whatever memory of the current stream is free, and overwrite it."""
+    for size in (1 << 8, 1 << 10, 1 << 13, 1 << 16, 1 << 18):
+        torch.full((size,), -1, device="cuda")
+
+
+def lookups_aside(case: Case, steps: int, aside: bool) -> tuple[list[Tensor], Trained]:
+    """On a rank: each step's embeddings, and the model at the end. aside: the lookups run on a stream of their own,
+    which waits for the main one only where PyTorch sees to it."""
+    model, side = shard(case), torch.cuda.Stream()
+    prepared = [batches(case, number, 0) for number in range(20)]
+    features = [jagged(case, batch) for batch in prepared]
+    grads = [torch.cat([part.grad for part in batch.values()], dim=1).cuda() for batch in prepared]
+    torch.cuda.synchronize()
+    outputs = []
+    for number in range(steps):
+        on_side: AbstractContextManager[Any] = torch.cuda.stream(side) if aside else nullcontext()
+        with on_side:
+            ids = copied(features[number % 20])
+            embeddings = model(ids).values()
+            del ids
+            churn()
+        if aside:
+            torch.cuda.current_stream().wait_stream(side)
+        loss = (embeddings * grads[number % 20]).sum()
+        churn()
+        loss.backward()
+        outputs.append(embeddings.detach())  # keeps the memory of the other stream from a third use
+    torch.cuda.synchronize()
+    return [output.cpu() for output in outputs], snapshot(model, [])
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_lookups_on_a_stream_of_their_own(weighted: bool) -> None:
+    tables = (Table("a", "rw", rows=300, dim=64), Table("b", "tw0", rows=5000, dim=128, features=2))
+    case = Case(tables, weighted=weighted, batch=512)
+    (aside, trained), (beside, expected) = (
+        ranks(1, "nccl").run(lookups_aside, case, 500, on_side)[0] for on_side in (True, False)
+    )
+    for number, (got, want) in enumerate(zip(aside, beside, strict=True)):
+        assert torch.equal(got, want), f"step {number}"
+    for got, want in ((trained.weights, expected.weights), (trained.state, expected.state)):
+        for table, ((_, values),) in want.items():
+            assert torch.equal(got[table][0][1], values), table
+
+
+# --- graphs -----------------------------------------------------------------------------------------------------------
+
+
+def captured(module: Any, case: harness.Case, static: harness.Batch) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        harness.step(module, case, static)
+    return graph
+
+
+def test_a_captured_step_keeps_the_learning_rate_of_its_capture() -> None:
+    """Rates are run-time arguments of the kernels, and a graph holds the arguments of its launches."""
+    case = harness.Case(rows=(1000, 50), dims=(64, 8), feature_table_map=(0, 1), lengths=(8,) * 1024)
+    module, eager = (harness.build(case, "cuda", strict=True) for _ in range(2))
+    static = harness.make_batch(case, "cuda")
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for one in (module, eager):
+            for _ in range(3):
+                harness.step(one, case, static)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = captured(module, case, static)
+    module.set_learning_rate(0.5)
+    for number, (ids, pruned) in enumerate((("uniform", 0), ("skewed", 5000), ("equal", 0))):  # as if padded to fit
+        batch = harness.make_batch(replace(case, ids=ids), "cuda", number + 1)
+        batch.indices[len(batch.indices) - pruned :] = -1
+        for name in ("indices", "offsets", "grad_output"):
+            getattr(static, name).copy_(getattr(batch, name))
+        graph.replay()
+        harness.step(eager, case, batch)
+        assert harness.same_bits(harness.contents(module), harness.contents(eager)), ids
+    eager.set_learning_rate(0.5)
+    captured(module, case, static).replay()  # has the new one
+    harness.step(eager, case, static)
+    assert harness.same_bits(harness.contents(module), harness.contents(eager))
