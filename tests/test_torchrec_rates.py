@@ -86,12 +86,6 @@ def rates(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.fixture(autouse=True)
-def no_known_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that no test depends on what this machine's GPU was measured to do."""
-    monkeypatch.setattr(rates_module, "known_rates", dict)
-
-
 def tables(*configs: dict[str, Any], weighted: bool = False) -> nn.Module:
     """Tables t0, t1, ... of 1000 rows of 64 in one collection, unless told otherwise."""
     default = {"num_embeddings": 1000, "embedding_dim": 64}

@@ -47,6 +47,13 @@ def workload(point: Point) -> Workload:
     )
 
 
+def shapes() -> list[tuple[Point, Workload]]:
+    """What is measured: two operators of little work that are no point, then the grid, equal tables side by side."""
+    points = [dict(zip(AXES, values)) for values in itertools.product(*AXES.values())]
+    points.sort(key=lambda point: [point[axis] for axis in ("data_type", "dim", "reuse", "lookups")])
+    return [*(({}, shape) for shape in launch_bound()), *((point, workload(point)) for point in points)]
+
+
 def measure_rates(output: Path, commit: str = "") -> int:
     """Measure every point and write the file: where it comes from, the axes, ms of (forward, backward) of each kernel
     that a further width of rows adds, and those of each point.
@@ -71,19 +78,16 @@ def measure_rates(output: Path, commit: str = "") -> int:
         print(f"--rates {output}: {error.strerror}", file=sys.stderr)
         return 2
 
-    points = [dict(zip(AXES, values)) for values in itertools.product(*AXES.values())]
-    points.sort(key=lambda point: [point[axis] for axis in ("data_type", "dim", "reuse", "lookups")])  # share tables
-    shapes: list[tuple[Point, Workload]] = [({}, shape) for shape in launch_bound()]
-    shapes += [(point, workload(point)) for point in points]
-    # Tables are small here: kernels do not depend on rows.
-    small = [shape for point, shape in shapes if point.get("reuse", AXES["reuse"][-1]) == AXES["reuse"][-1]]
+    todo, least_rows = shapes(), AXES["reuse"][-1]
+    # Small tables will do: kernels do not depend on rows.
+    small = [shape for point, shape in todo if point.get("reuse", least_rows) == least_rows]
     compiling.warm_up(small, [SparseType[kind] for kind in AXES["data_type"]])
     print(f"kernels compiled in {time.perf_counter() - begun:.0f} s", flush=True)
 
     launches, failed = [], 0
     tables: Any = None
     pair: Pair | None = None
-    for at, (point, shape) in enumerate(shapes, start=1):
+    for at, (point, shape) in enumerate(todo, start=1):
         precision = SparseType[point.get("data_type", "FP16")]
         if tables != (shape.rows, shape.dims, precision):
             tables, pair = (shape.rows, shape.dims, precision), None
@@ -104,10 +108,10 @@ def measure_rates(output: Path, commit: str = "") -> int:
         else:
             launches.append((len(set(shape.dims)), ms))
         fused, triton = (sum(ms[kernel]) for kernel in ("fused", "fused_triton"))
-        done = f"{at}/{len(shapes)}, {time.perf_counter() - begun:.0f} s"
+        done = f"{at}/{len(todo)}, {time.perf_counter() - begun:.0f} s"
         print(f"{done:<14} {shape.name:<80} fused {fused:8.3f} ms, {fused / triton:.2f}x", flush=True)
     if failed:
-        print(f"no rates: {failed} of {len(shapes)} shapes failed the gate; the others are in {part}", file=sys.stderr)
+        print(f"no rates: {failed} of {len(todo)} shapes failed the gate; the others are in {part}", file=sys.stderr)
         return 1
     result["width"] = further_width(*launches)
     report.save(result, part)
