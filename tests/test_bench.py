@@ -601,6 +601,21 @@ def test_weighted_shapes_meet_their_twins(result):
     assert (plain["name"], weighted["name"]) == ("cell", "cell weighted")
 
 
+def test_who_is_stopped_while_writing_leaves_the_file_that_was_there(result, tmp_path, monkeypatch):
+    path = tmp_path / "run.json"
+    report.save(result, path)
+    before, write = path.read_text(), Path.write_text
+
+    def half(self, text):
+        write(self, text[: len(text) // 2])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", half)
+    with pytest.raises(KeyboardInterrupt):
+        report.save({**result, "seconds": 99.0}, path)
+    assert path.read_text() == before
+
+
 def test_a_report_is_rendered_from_its_json_alone(result, tmp_path, capsys):
     path = tmp_path / "run.json"
     report.save(result, path)
