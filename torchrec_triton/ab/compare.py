@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import math
+import os
 import platform
 import shlex
 import sys
@@ -217,6 +218,8 @@ def _profiles(arms: dict[str, Arm], readers: dict[str, Any], here: Place, steps:
     spent = {name: {"collective": 0.0, "gpu": 0.0} for name in arms}
     if not steps:
         return dict.fromkeys(arms)
+    if not cuda:  # there are no errors of CUPTI to lose, and Kineto's marks would fill the screen
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     with profile(activities=activities):  # the first start takes long, and is no arm's
         torch.zeros(1, device=here.device).add_(1)
     for names, part in (("AB", steps - steps // 2), ("BA", steps // 2)):
