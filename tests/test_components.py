@@ -154,6 +154,8 @@ def test_a_number_of_processes_that_a_torchxconfig_changed_is_told(tmp_path):
 
 
 FAILING = """
+    import os
+
     from torchrec_triton.ab.sources import Synthetic
 
 
@@ -161,16 +163,25 @@ FAILING = """
         def training(self, rank, world_size):
             for number, batch in enumerate(super().training(rank, world_size)):
                 if rank == 1 and number == 5:
-                    raise OSError("the disk of rank 1 is full")
+                    END
                 yield batch
 """
 
 
-def test_a_failing_rank_fails_the_job_and_shows_its_traceback(tmp_path):
-    (tmp_path / "failing.py").write_text(textwrap.dedent(FAILING))
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [
+        ('raise OSError("the disk of rank 1 is full")', ["OSError: the disk of rank 1 is full", "in training"]),
+        ("os.kill(os.getpid(), 9)", ["rank      : 1", "Signal 9 (SIGKILL)"]),
+    ],
+    ids=["raises", "is killed"],
+)
+def test_a_failing_rank_fails_the_job_and_is_told(tmp_path, end, words):
+    (tmp_path / "failing.py").write_text(textwrap.dedent(FAILING.replace("END", end)))
     content = with_changes(compute_kernel="fused", data__source="failing.py:Failing")
     done = torchx(tmp_path, "train", content, tmp_path / "out")
     shown = done.stdout + done.stderr
     assert done.returncode != 0
-    assert "OSError: the disk of rank 1 is full" in shown and "in training" in shown
+    for word in words:
+        assert word in shown, shown
     assert not (tmp_path / "out" / "report.json").exists()

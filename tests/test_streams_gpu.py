@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import harness
 import pytest
 import torch
 from distributed_harness import ranks
+from test_torchrec_training import compare_pipelines
 from torch import Tensor
+from torchrec.distributed.train_pipeline import TrainPipelineFusedSparseDist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_cases import Case, Table, Trained, batches, jagged, shard, snapshot
 
@@ -75,6 +78,14 @@ def test_lookups_on_a_stream_of_their_own(weighted: bool) -> None:
     for got, want in ((trained.weights, expected.weights), (trained.state, expected.state)):
         for table, ((_, values),) in want.items():
             assert torch.equal(got[table][0][1], values), table
+
+
+@pytest.mark.parametrize("stream", ["new", "current"])
+def test_the_fused_pipelines_streams(stream: str) -> None:
+    """Its lookups run on the stream of the batches' exchange by default."""
+    tables = (Table("a", "rw", rows=300, dim=64), Table("b", "tw0", rows=5000, dim=128), Table("c", "tw0", "fused"))
+    pipeline: Any = partial(TrainPipelineFusedSparseDist, emb_lookup_stream=stream)
+    compare_pipelines(ranks(1, "nccl"), Case(tables, steps=6, batch=32), pipeline)
 
 
 # --- graphs -----------------------------------------------------------------------------------------------------------
