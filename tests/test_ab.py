@@ -931,6 +931,29 @@ def test_one_gpu():
     check_gpu_report(compared(with_changes(compute_kernel="fused_triton", steps=40)))
 
 
+ALLOCATED_ONCE = """
+import torch
+from torchrec_triton.ab.arm import place
+
+with place() as here:
+    before = here.allocated()
+    torch.cuda.reset_peak_memory_stats()
+    layers = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 16)).to(here.device)
+    hidden = layers(torch.rand(128, 64, device=here.device)).reshape(8, 16, 16)
+    (hidden @ hidden).sum().backward()
+    here.finish()
+    assert torch.cuda.max_memory_allocated() - before < 1e6, torch.cuda.memory_summary()
+"""
+
+
+@pytest.mark.gpu
+def test_what_a_process_keeps_for_matrix_products_is_no_arms():
+    """In a process of its own, where nothing was multiplied before."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", ALLOCATED_ONCE], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.gpu
 def test_memory_of_an_arm_is_its_own():
     """Two arms alike need alike, and each no less than its table."""
