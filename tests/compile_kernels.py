@@ -23,7 +23,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from torchrec_triton.kernels import ops
+from torchrec_triton.kernels import launch, ops
 from torchrec_triton.kernels.common import Batch, TableLayout
 
 META = torch.device("meta")
@@ -31,7 +31,7 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class Case:
-    """One call of the operator: a table and a feature for each of `dims`, bags of 20 lookups."""
+    """One call of the operator: a table and a feature for each of `dims`, bags of `length` lookups."""
 
     dims: tuple[int, ...]
     weights: torch.dtype
@@ -39,6 +39,7 @@ class Case:
     ids: torch.dtype = torch.int64
     rows: int = 1000
     batch: int = 32768
+    length: int = 20
     weighted: bool = False
     mean: bool = False
     vbe: bool = False
@@ -54,6 +55,9 @@ CASES = {
     "fp16": Case(dims=(128,), weights=torch.float16),
     # Just enough lookups for blocks of blocks.
     "fp16_few_ids": Case(dims=(128,), weights=torch.float16, weighted=True, decay=2, batch=448),
+    "few_ids_mixed_dims": Case(dims=(4, 20, 100), weights=torch.float16, mean=True, batch=440),
+    "short_bags": Case(dims=(96, 96), weights=torch.float16, length=8, vbe=True),
+    "short_weighted_bags": Case(dims=(64,), weights=torch.float16, length=8, batch=65536, weighted=True),
     "fp32_mixed_dims": Case(
         dims=(4, 20, 100), weights=torch.float32, ids=torch.int32, weighted=True, trusted=False, decay=1, clip=1.0
     ),
@@ -117,6 +121,7 @@ def compiled(case: Case, capability: int) -> list[Compiled]:
 
     triton.runtime.driver.set_active(_Offline(capability))
     JITFunction.run = compile_only
+    launch._programmatic = lambda device: capability >= 90
     _step(case)
     return list(found.values())
 
@@ -134,7 +139,7 @@ def _step(case: Case) -> None:
         device=META,
     )
     bags = case.batch * features
-    num_ids = bags * 20
+    num_ids = bags * case.length
     offsets = torch.empty(bags + 1, dtype=case.ids, device=META)
     bag_output = batch_offsets = None
     if case.vbe:

@@ -949,7 +949,8 @@ with place() as here:
 @pytest.mark.gpu
 def test_what_a_process_keeps_for_matrix_products_is_no_arms():
     """In a process of its own, where nothing was multiplied before."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run([sys.executable, "-c", ALLOCATED_ONCE], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

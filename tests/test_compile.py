@@ -21,7 +21,7 @@ SHARED_BYTES = 99 * 1024
 WARP_LOAD = 32 * 16  # bytes of one 128-bit load by all lanes of a warp
 KERNELS = {
     "check_offsets_kernel", "check_ids_kernel", "tbe_fwd_kernel", "linearize_kernel", "count_runs_kernel",
-    "write_runs_kernel", "partial_sums_kernel", "update_single_kernel", "update_short_kernel", "update_long_kernel",
+    "write_runs_kernel", "partial_sums_kernel", "update_kernel",
 }  # fmt: skip
 RUNS = [(name, 90) for name in CASES] + [("fp16", 80), ("bf16_4096", 80), ("fp16", 86), ("fp16_2048", 86)]
 
@@ -59,7 +59,11 @@ def test_every_kernel_compiles(compiled, name, capability):
     expected = KERNELS | ({"sample_weight_grad_kernel"} if case.weighted else set())
     expected |= {"bag_output_kernel"} if case.vbe else set()
     assert {k["kernel"] for k in kernels} == expected
-    assert {k["flags"]["SUPER"] for k in _named(kernels, "partial_sums_kernel")} == {1, 64}
+    few = "few" in name
+    assert {k["flags"]["SUPER"] for k in _named(kernels, "partial_sums_kernel")} == ({1, 256} if few else {1, 64})
+    assert {_classes(k) for k in _named(kernels, "update_kernel")} == ({(0, 3)} if few else {(0, 0), (1, 2), (3, 3)})
+    early = {k["flags"]["EARLY"] for k in kernels if k["kernel"] not in ("tbe_fwd_kernel", "bag_output_kernel")}
+    assert early == {few and capability >= 90}  # the lookup's depends on how many programs it has
     too_large = {k["kernel"]: k["shared"] for k in kernels if k["shared"] > SHARED_BYTES}
     assert not too_large
 
@@ -69,9 +73,9 @@ def test_no_reduction_leaves_its_loop(compiled, name, capability):
     """Triton 3.6 moved the length of a tile's longest run out of the loop over tiles while begin and end were
     loop-carried: the first tile's length then held for all, and lookups were dropped, on the GPU only."""
     kernels = compiled(name, capability)
-    for kernel in (k for name in ("single", "short", "long") for k in _named(kernels, f"update_{name}_kernel")):
+    for kernel in _named(kernels, "update_kernel"):
         assert kernel["early_reduces"] == 0, kernel
-        if kernel["kernel"] == "update_short_kernel" and kernel["flags"]["RUNS"] > 1:
+        if _classes(kernel) in ((1, 2), (0, 3)) and kernel["flags"]["RUNS"] > 1:
             assert kernel["reduces"] > 0, kernel
     for kernel in _named(kernels, "tbe_fwd_kernel"):
         # The longest bag and the sum of lengths choose the way; the loop over bags finds each bag's own length.
@@ -88,15 +92,19 @@ def test_common_case_has_no_spills_and_wide_loads(compiled, capability):
         # A tile before the loop and one in it, on both ways through the bags.
         _check_wide(kernel, 4 * kernel["flags"]["BAGS"] * 128 * 2)
     row = 128 * 4
-    for name in ("update_single_kernel", "update_short_kernel"):
-        for kernel in _named(kernels, name):
+    for kernel in _named(kernels, "update_kernel"):
+        if _classes(kernel) == (3, 3):
+            # Lookups, blocks, blocks of blocks.
+            _check_wide(kernel, 3 * kernel["flags"]["LOOK"] * row)
+        else:
             # A row of gradients and a row of weights for each run.
             _check_wide(kernel, kernel["flags"]["RUNS"] * (row + 128 * 2))
-    for kernel in _named(kernels, "update_long_kernel"):
-        # Lookups, blocks, blocks of blocks.
-        _check_wide(kernel, 3 * kernel["flags"]["LOOK"] * row)
     for kernel in _named(kernels, "partial_sums_kernel"):
         _check_wide(kernel, kernel["flags"]["LOOK"] * row)
+
+
+def _classes(kernel: dict[str, Any]) -> tuple[int, int]:
+    return kernel["flags"]["LOWEST"], kernel["flags"]["HIGHEST"]
 
 
 def _named(kernels: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:

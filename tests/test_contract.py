@@ -233,12 +233,18 @@ def _fields(cls: type) -> set[str]:
 
 def test_compiled_kernels_of_triton() -> None:
     """The launcher's way past Triton's own: what a launch returns, launches again; tests on a GPU do both."""
+    from triton import knobs
+    from triton.backends.nvidia import compiler
     from triton.compiler import CompiledKernel
     from triton.runtime.cache import get_cache_manager
     from triton.runtime.jit import JITFunction
 
-    assert list(inspect.signature(CompiledKernel.__getitem__).parameters) == ["self", "grid"]
+    launch = inspect.getsource(CompiledKernel.__getitem__)
+    assert "self.run(grid[0], grid[1], grid[2], stream, self.function, self.packed_metadata, launch_metadata," in launch
+    assert "knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook, *args)" in launch
+    assert knobs.runtime.launch_enter_hook.calls == knobs.runtime.launch_exit_hook.calls == []
     assert "n_regs" in inspect.getsource(CompiledKernel)
+    assert "launch_pdl" in inspect.getsource(compiler.CUDAOptions)
     assert "return kernel" in inspect.getsource(JITFunction.run)
     cache = get_cache_manager("00")
     assert {"get_file", "put"} <= {name for name in dir(cache) if not name.startswith("_")}

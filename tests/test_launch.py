@@ -18,9 +18,9 @@ from torchrec_triton.kernels.launch import Launcher
 
 
 class FakeKernel:
-    """Stands in for a Triton kernel of two arguments and two constants; notes what is launched, and by which way."""
+    """Stands in for a Triton kernel of two arguments and three constants; notes what is launched, and by which way."""
 
-    params = tuple(SimpleNamespace(name=name) for name in ("x", "n", "WIDTH", "MEAN"))
+    params = tuple(SimpleNamespace(name=name) for name in ("x", "n", "WIDTH", "MEAN", "EARLY"))
 
     def __init__(self) -> None:
         self.log: list[tuple] = []
@@ -46,12 +46,20 @@ class FakeCompiled:
     def __init__(self, log: list[tuple]) -> None:
         self.log = log
 
+    function, packed_metadata = 11, (2, 1, 0)
+
     def __getitem__(self, grid: tuple) -> Any:
-        return lambda *args: self.log.append(("compiled", grid, args))
+        return lambda *args: self.log.append(("hooked", grid, args))
+
+    def run(self, x: int, y: int, z: int, stream: int, function: int, packed: tuple, *rest: Any) -> None:
+        assert (y, z, stream, function, packed, rest[:3]) == (1, 1, 7, 11, (2, 1, 0), (None, None, None))
+        self.log.append(("compiled", (x,), rest[3:]))
 
 
 @pytest.fixture
 def h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_current_stream", lambda device: 7)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     gpu = SimpleNamespace(
         multi_processor_count=132,
         max_threads_per_multi_processor=2048,
@@ -67,11 +75,38 @@ def test_a_place_takes_triton_once_and_then_its_compiled_kernel(h200):
         launcher("here", kernel, n, "x", n, WIDTH=128, MEAN=True, num_warps=2)
     launcher("there", kernel, 1, "x", 1, WIDTH=64, MEAN=False, num_warps=2)
     assert kernel.log == [
-        ("triton", (5,), ("x", 5), {"WIDTH": 128, "MEAN": True, "num_warps": 2}),
-        ("compiled", (6, 1, 1), ("x", 6, 128, True)),
-        ("compiled", (7, 1, 1), ("x", 7, 128, True)),
-        ("triton", (1,), ("x", 1), {"WIDTH": 64, "MEAN": False, "num_warps": 2}),
+        ("triton", (5,), ("x", 5), {"WIDTH": 128, "MEAN": True, "num_warps": 2, "EARLY": False}),
+        ("compiled", (6,), ("x", 6, 128, True, False)),
+        ("compiled", (7,), ("x", 7, 128, True, False)),
+        ("triton", (1,), ("x", 1), {"WIDTH": 64, "MEAN": False, "num_warps": 2, "EARLY": False}),
     ]
+
+
+@pytest.mark.parametrize("capability, early", [((8, 0), False), ((9, 0), True), ((10, 0), True)])
+def test_programs_get_in_place_early_where_the_gpu_can(h200, monkeypatch, capability, early):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    launch._programmatic.cache_clear()
+    kernel, launcher = FakeKernel(), Launcher(torch.device("cuda", 0))
+    launcher("here", kernel, 1, "x", 1, WIDTH=1, MEAN=True, early=True)
+    launch._programmatic.cache_clear()
+    assert kernel.log[0][3] == {"WIDTH": 1, "MEAN": True, "EARLY": early, **({"launch_pdl": True} if early else {})}
+
+
+def test_tensors_are_passed_by_address(h200):
+    kernel, launcher = FakeKernel(), Launcher(torch.device("cuda", 0))
+    first, second = torch.zeros(3), torch.ones(4)
+    for tensor in (first, second):
+        launcher("here", kernel, 1, tensor, None, WIDTH=1, MEAN=True)
+    assert kernel.log[1][2] == (second.data_ptr(), None, 1, True, False)
+
+
+def test_hooks_of_a_profiler_are_called(h200, monkeypatch):
+    """Triton calls them in its own launch of a compiled kernel."""
+    kernel, launcher = FakeKernel(), Launcher(torch.device("cuda", 0))
+    launcher("here", kernel, 1, "x", 1, WIDTH=1, MEAN=True)
+    monkeypatch.setattr(launch.knobs.runtime.launch_enter_hook, "calls", [print])
+    launcher("here", kernel, 2, "x", 2, WIDTH=1, MEAN=True)
+    assert kernel.log[1] == ("hooked", (2, 1, 1), ("x", 2, 1, True, False))
 
 
 def test_a_copy_compiles_for_itself(h200):
@@ -89,7 +124,7 @@ def test_compile_only_launches_nothing_and_is_taken_up_later(h200):
             launcher("here", kernel, n, "x", n, WIDTH=128, MEAN=True)
     assert names == ["fake_kernel"]
     launcher("here", kernel, 7, "x", 7, WIDTH=128, MEAN=True)
-    assert [entry[:2] for entry in kernel.log] == [("warmup", (5,)), ("compiled", (7, 1, 1))]
+    assert [entry[:2] for entry in kernel.log] == [("warmup", (5,)), ("compiled", (7,))]
 
 
 def test_resident_programs_are_what_the_gpu_holds(h200):
@@ -97,7 +132,7 @@ def test_resident_programs_are_what_the_gpu_holds(h200):
     for programs in (10**6, 10**6, 100):
         launcher("here", kernel, programs, "x", 1, resident=True, WIDTH=1, MEAN=False)
     # 65536 registers / (64 a thread * 64 threads) = 16 programs on each of 132 multiprocessors.
-    assert [entry[1] for entry in kernel.log[1:]] == [(16 * 132, 1, 1), (100, 1, 1)]
+    assert [entry[1] for entry in kernel.log[1:]] == [(16 * 132,), (100,)]
 
 
 def test_kernels_meet_the_same_kinds_of_arguments_at_the_same_place(device, monkeypatch):

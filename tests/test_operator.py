@@ -41,7 +41,7 @@ from hypothesis import strategies as st
 from strategies import cases
 
 from torchrec_triton import TritonTableBatchedEmbeddingBags, _compat, support
-from torchrec_triton.kernels import ops
+from torchrec_triton.kernels import ops, transpose, tuning
 
 FBGEMM = SplitTableBatchedEmbeddingBagsCodegen
 MODES = ("FATAL", "WARNING", "IGNORE", "V2_FATAL", "V2_WARNING", "V2_IGNORE")
@@ -61,6 +61,13 @@ def unwritten_memory_is_nan() -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True, params=["few", "many"])
+def both_ways_through_the_backward(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches of few lookups share launches that those of many have apart; here all are few, or none."""
+    if request.param == "many":
+        monkeypatch.setattr(tuning, "TILES", replace(tuning.TILES, few=0, few_elements=0))
 
 
 def one_table(rows: int, dim: int, ids: list[int], offsets: list[int], device: Any, **options: Any) -> tuple[Any, Any]:
@@ -261,16 +268,36 @@ def test_runs_of_many_blocks_beside_short_ones(weighted: bool, device: torch.dev
 
 @pytest.mark.parametrize("lengths", [(7,) * 40, (6, 0, 31, 1, 70, 5) * 7], ids=["even", "uneven"])
 @pytest.mark.parametrize("dim", [8, 20, 512])
-@pytest.mark.parametrize("busy", [0, 3, 2**11], ids=["side by side", "some alone", "alone"])
+@pytest.mark.parametrize("busy", [0, 3, 12, 2**11], ids=["side by side", "some", "few", "one"])
 def test_bags_share_a_program_or_do_not(
     busy: int, dim: int, lengths: tuple[int, ...], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Few programs take fewer bags each: all of a tile's, some, or one."""
+    """Where programs are few they take fewer bags each: all of a tile's, a fourth, some, or one."""
     monkeypatch.setattr(ops, "_BUSY", busy)
     case = Case(rows=(9,), dims=(dim,), feature_table_map=(0,), lengths=lengths, weights_precision="FP16")
     module = build(case, device, strict=True)
     before, batch = contents(module), make_batch(case, device)
     check_output(case, batch, before, step(module, case, batch), exact=True)
+
+
+@pytest.mark.parametrize("longest", [1, 8, 70])
+@pytest.mark.parametrize("batch_sizes", [None, ((100, 35), (1, 160))], ids=["", "vbe"])
+def test_many_short_bags_are_linearized_in_larger_tiles(
+    longest: int, batch_sizes: tuple | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a few of them are long, which their tile takes in parts."""
+    monkeypatch.setattr(transpose, "MANY_BAGS", 0)
+    count = sum(map(sum, batch_sizes)) if batch_sizes else 2 * 145
+    lengths = [1 + b % 2 for b in range(count)]
+    lengths[40] = lengths[130] = lengths[140] = longest
+    case = Case(
+        rows=(9, 300), dims=(8, 20), feature_table_map=(1, 0), lengths=tuple(lengths), batch_sizes=batch_sizes,
+        weighted=True,
+    )  # fmt: skip
+    module = build(case, device, strict=True)
+    before, batch = contents(module), make_batch(case, device)
+    check_output(case, batch, before, step(module, case, batch), exact=True)
+    check_update(case, batch, before, contents(module), exact=True)
 
 
 @pytest.mark.parametrize("weights_precision", DTYPES)

@@ -463,11 +463,14 @@ def test_sizes_and_hyper_parameters_are_run_time_values() -> None:
         ids = torch.cat([batch.indices[:1], batch.indices])[1:] if seed % 2 else batch.indices
         step(module, case, weights_wanted(case, replace(batch, indices=ids)))
 
-    run(4096, 10, 0)
-    run(4096, 10, 1)
+    # Batches of few lookups and of many, and few whose tables share launches, have kernels of their own.
+    ways = ((4096, 10), (40_000, 10), (300, 10), (20_000, 1))
+    for number, (batch_size, mean_length) in enumerate(ways):
+        run(batch_size, mean_length, number)
     known = compiled_kernels()
     assert known > 0
-    for number, (batch_size, mean_length) in enumerate([(4095, 10), (3000, 11), (4097, 1), (5000, 13), (4112, 16)]):
+    others = ((4095, 10), (30_000, 11), (4097, 1), (50_000, 7), (4112, 16), (17, 2), (1, 1), (20_011, 1))
+    for number, (batch_size, mean_length) in enumerate(others):
         module.set_learning_rate(0.5 / (number + 1))
         run(batch_size, mean_length, number + 2)
     assert compiled_kernels() == known

@@ -1,13 +1,14 @@
 """Gradients summed a row, the optimizer applied to the sum, once a row: exact row-wise Adagrad or SGD.
 
 One program owns a run (or several), so no two programs write one row and there are no atomics: the order of every sum
-is fixed by the batch. The classes of runs (see transpose.py) have three shapes:
-  update_single_kernel  a run a row of the tile; the run's descriptor holds its only lookup, so nothing is summed
-  update_short_kernel   short and middle runs: a run a row, its lookups one after another
-  update_long_kernel    a run the whole tile, its lookups side by side. Whole aligned blocks of lookups are not walked:
-                        their sums, and those of SUPER of them, come from `partial_sums_kernel`
-Grids are no larger than what runs at a time, and programs stride over the tiles, so that all work on neighbouring rows,
-whose gradients share the cache.
+is fixed by the batch. The classes of runs (see transpose.py) are worked on in three ways:
+  single         a run a row of the tile; the run's descriptor holds its only lookup, so nothing is summed
+  short, middle  a run a row, its lookups one after another
+  long           a run the whole tile, its lookups side by side. Whole aligned blocks of lookups are not walked: their
+                 sums, and those of SUPER of them, come from `partial_sums_kernel`
+A batch of many lookups has a launch for each way, each with the registers it needs. One of few has a launch for all,
+as the longest chain of loads takes its time, not their number. Grids are no larger than what runs at a time, and
+programs stride over the tiles, so that all work on neighbouring rows, whose gradients share the cache.
 
 Bytes that must move: per distinct row its weights in and out and a sector of state in and out; the gradient of the
 output once; the sorted lists.
@@ -17,9 +18,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torchrec_triton.kernels.common import OUTPUT_UNIT, TABLE_FIELDS, find_table, random_bits, round_to
+from torchrec_triton.kernels.common import OUTPUT_UNIT, TABLE_FIELDS, begin_kernel, find_table, random_bits, round_to
 from torchrec_triton.kernels.forward import bag_range, feature_range, feature_table, load_rows, output_offset
-from torchrec_triton.kernels.transpose import factor_bits, source_of
+from torchrec_triton.kernels.transpose import LONG, MIDDLE, SHORT, SINGLE, factor_bits, source_of
 
 
 @triton.jit
@@ -100,11 +101,13 @@ def partial_sums_kernel(
     EXACT: tl.constexpr,
     SCALED: tl.constexpr,
     CLIP: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Sum of each aligned block of sorted lookups that belongs to one run of this bucket; others are not written.
 
     APART neighbouring programs share APART * each neighbouring blocks: those of a hot row go to several programs, and
     what runs at a time reads gradients of few features, which the cache holds."""
+    begin_kernel(EARLY)
     d = tl.arange(0, BLOCK_D)
     k = tl.arange(0, GROUP)
     window = tl.program_id(0).to(tl.int64) // APART * (APART * each)
@@ -175,38 +178,15 @@ def _store(to, w, mask, key, d, seed, STOCHASTIC: tl.constexpr):
     tl.store(to, round_to(w, to.dtype.element_ty, bits, STOCHASTIC), mask=mask)
 
 
-@triton.jit(do_not_specialize=["seed", "range_at"])
-def update_single_kernel(
-    weights,
-    state,
-    grad,
-    first,  # the gradient row of the lookup
-    last,  # the bits of its factor
-    row_key,
-    row_table,
-    bounds,
-    range_at,  # the runs are bounds[range_at] to bounds[range_at + 1]
-    table_meta,
-    lr,
-    eps,
-    weight_decay,
-    max_gradient,
-    seed,
-    RUNS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    VEC: tl.constexpr,
-    EXACT: tl.constexpr,
-    SCALED: tl.constexpr,
-    CLIP: tl.constexpr,
-    ADAGRAD: tl.constexpr,
-    DECAY: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-):
-    """Updates rows that are looked up once, RUNS rows side by side."""
-    runs_begin = tl.load(bounds + range_at)
-    runs_end = tl.load(bounds + range_at + 1)
-    d = tl.arange(0, BLOCK_D)
-    for tile in range(runs_begin + tl.program_id(0) * RUNS, runs_end, tl.num_programs(0) * RUNS):
+@triton.jit
+def _update_single(
+    weights, state, grad, first, last, row_key, row_table, table_meta, runs_begin, runs_end, program, d, max_gradient,
+    lr, eps, weight_decay, seed,
+    RUNS: tl.constexpr, VEC: tl.constexpr, EXACT: tl.constexpr, SCALED: tl.constexpr, CLIP: tl.constexpr,
+    ADAGRAD: tl.constexpr, DECAY: tl.constexpr, STOCHASTIC: tl.constexpr,
+):  # fmt: skip
+    """Rows that are looked up once: `first` holds the gradient row of the lookup, `last` the bits of its factor."""
+    for tile in range(runs_begin + program * RUNS, runs_end, tl.num_programs(0) * RUNS):
         run = tile + tl.arange(0, RUNS)
         live = run < runs_end
         source = tl.load(first + run, mask=live, other=0)
@@ -221,96 +201,41 @@ def update_single_kernel(
         _store(at, w, mask, key, d, seed, STOCHASTIC)
 
 
-@triton.jit(do_not_specialize=["seed", "range_at", "range_step"])
-def update_short_kernel(
-    weights,
-    state,
-    grad,
-    first,
-    last,
-    row_key,
-    row_table,
-    bounds,
-    range_at,  # the runs of the first class are bounds[range_at] to bounds[range_at + 1]
-    range_step,  # from a class to the next
-    payload,
-    table_meta,
-    lr,
-    eps,
-    weight_decay,
-    max_gradient,
-    seed,
-    KINDS: tl.constexpr,
-    RUNS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    VEC: tl.constexpr,
-    EXACT: tl.constexpr,
-    SCALED: tl.constexpr,
-    CLIP: tl.constexpr,
-    ADAGRAD: tl.constexpr,
-    DECAY: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-):
-    """Updates the rows of KINDS classes of runs, RUNS runs side by side."""
-    d = tl.arange(0, BLOCK_D)
-    for kind in range(KINDS):
-        runs_begin = tl.load(bounds + range_at + kind * range_step)
-        runs_end = tl.load(bounds + range_at + kind * range_step + 1)
-        for tile in range(runs_begin + tl.program_id(0) * RUNS, runs_end, tl.num_programs(0) * RUNS):
-            run = tile + tl.arange(0, RUNS)
-            live = run < runs_end
-            begin = tl.load(first + run, mask=live, other=0)
-            end = tl.load(last + run, mask=live, other=0)
-            key = tl.load(row_key + run, mask=live, other=0)
-            table = tl.load(row_table + run, mask=live, other=0)
-            at, mask, dim, state_at = _place(weights, table_meta, key, table, live, d, VEC, EXACT)
-            w = tl.load(at, mask=mask, other=0.0)
-            g = tl.zeros([RUNS, BLOCK_D], tl.float32)
-            g = _sum_lookups(g, begin, end, tl.max(end - begin, axis=0), grad, payload, dim[:, None], d, max_gradient,
-                             1, EXACT, SCALED, CLIP)  # fmt: skip
-            w = _step(w.to(tl.float32), g, state, state_at, live, dim, lr, eps, weight_decay, ADAGRAD, DECAY)
-            _store(at, w, mask, key, d, seed, STOCHASTIC)
+@triton.jit
+def _update_short(
+    weights, state, grad, first, last, row_key, row_table, table_meta, payload, runs_begin, runs_end, program, d,
+    max_gradient, lr, eps, weight_decay, seed,
+    RUNS: tl.constexpr, VEC: tl.constexpr, EXACT: tl.constexpr, SCALED: tl.constexpr, CLIP: tl.constexpr,
+    ADAGRAD: tl.constexpr, DECAY: tl.constexpr, STOCHASTIC: tl.constexpr,
+):  # fmt: skip
+    """Rows of short or middle runs, RUNS runs side by side."""
+    for tile in range(runs_begin + program * RUNS, runs_end, tl.num_programs(0) * RUNS):
+        run = tile + tl.arange(0, RUNS)
+        live = run < runs_end
+        begin = tl.load(first + run, mask=live, other=0)
+        end = tl.load(last + run, mask=live, other=0)
+        key = tl.load(row_key + run, mask=live, other=0)
+        table = tl.load(row_table + run, mask=live, other=0)
+        at, mask, dim, state_at = _place(weights, table_meta, key, table, live, d, VEC, EXACT)
+        w = tl.load(at, mask=mask, other=0.0)
+        g = tl.zeros([RUNS, d.shape[0]], tl.float32)
+        g = _sum_lookups(g, begin, end, tl.max(end - begin, axis=0), grad, payload, dim[:, None], d, max_gradient,
+                         1, EXACT, SCALED, CLIP)  # fmt: skip
+        w = _step(w.to(tl.float32), g, state, state_at, live, dim, lr, eps, weight_decay, ADAGRAD, DECAY)
+        _store(at, w, mask, key, d, seed, STOCHASTIC)
 
 
-@triton.jit(do_not_specialize=["seed", "range_at"])
-def update_long_kernel(
-    weights,
-    state,
-    grad,
-    first,
-    last,
-    row_key,
-    row_table,
-    bounds,
-    range_at,  # the runs are bounds[range_at] to bounds[range_at + 1]
-    payload,
-    blocks,  # sums of whole blocks
-    supers,  # sums of SUPER whole blocks
-    table_meta,
-    lr,
-    eps,
-    weight_decay,
-    max_gradient,
-    seed,
-    LOOK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    VEC: tl.constexpr,
-    EXACT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SUPER: tl.constexpr,
-    SCALED: tl.constexpr,
-    CLIP: tl.constexpr,
-    ADAGRAD: tl.constexpr,
-    DECAY: tl.constexpr,
+@triton.jit
+def _update_long(
+    weights, state, grad, first, last, row_key, row_table, table_meta, payload, blocks, supers, runs_begin, runs_end,
+    program, d, max_gradient, lr, eps, weight_decay, seed,
+    LOOK: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, SUPER: tl.constexpr, VEC: tl.constexpr,
+    EXACT: tl.constexpr, SCALED: tl.constexpr, CLIP: tl.constexpr, ADAGRAD: tl.constexpr, DECAY: tl.constexpr,
     STOCHASTIC: tl.constexpr,
-):
-    """Updates the rows of long runs, LOOK lookups of a run side by side."""
-    runs_begin = tl.load(bounds + range_at)
-    runs_end = tl.load(bounds + range_at + 1)
-    d = tl.arange(0, BLOCK_D)
+):  # fmt: skip
+    """Rows of long runs, LOOK lookups of a run side by side. blocks, supers: sums of whole blocks, of whole SUPER."""
     one = tl.arange(0, 1)
-    for run in range(runs_begin + tl.program_id(0), runs_end, tl.num_programs(0)):
+    for run in range(runs_begin + program, runs_end, tl.num_programs(0)):
         begin = tl.load(first + run)
         end = tl.load(last + run)
         key = tl.load(row_key + run + one)
@@ -323,7 +248,7 @@ def update_long_kernel(
         b1 = tl.maximum(end // BLOCK, b0)
         s0 = (b0 + SUPER - 1) // SUPER
         s1 = tl.maximum(b1 // SUPER, s0)
-        acc = tl.zeros([LOOK, BLOCK_D], tl.float32)
+        acc = tl.zeros([LOOK, d.shape[0]], tl.float32)
         acc = _sum_blocks(acc, s0, s1, supers, d, WIDTH)
         for after in range(2):
             low = tl.where(after == 0, begin, tl.minimum(b1 * BLOCK, end))
@@ -336,6 +261,89 @@ def update_long_kernel(
         g = tl.sum(acc, axis=0)[None, :]
         w = _step(w.to(tl.float32), g, state, state_at, live, dim, lr, eps, weight_decay, ADAGRAD, DECAY)
         _store(at, w, mask, key, d, seed, STOCHASTIC)
+
+
+@triton.jit
+def _runs(bounds, kind, bucket, num_buckets):
+    """First and last run of a class and bucket."""
+    at = bounds + kind * (num_buckets + 1) + bucket
+    return tl.load(at), tl.load(at + 1)
+
+
+@triton.jit
+def _behind(program, runs, RUNS: tl.constexpr):
+    """The number of this program among those that begin behind the last tile of `runs` runs."""
+    programs = tl.num_programs(0)
+    return (program + programs - (tl.cdiv(runs, RUNS) % programs).to(tl.int32)) % programs
+
+
+@triton.jit(do_not_specialize=["bucket", "num_buckets", "seed"])
+def update_kernel(
+    weights,
+    state,
+    grad,
+    first,
+    last,
+    row_key,
+    row_table,
+    bounds,
+    bucket,
+    num_buckets,
+    payload,
+    blocks,
+    supers,
+    table_meta,
+    lr,
+    eps,
+    weight_decay,
+    max_gradient,
+    seed,
+    LOWEST: tl.constexpr,
+    HIGHEST: tl.constexpr,
+    RUNS: tl.constexpr,
+    LOOK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    VEC: tl.constexpr,
+    EXACT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SUPER: tl.constexpr,
+    SCALED: tl.constexpr,
+    CLIP: tl.constexpr,
+    ADAGRAD: tl.constexpr,
+    DECAY: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Updates the rows of a bucket whose runs are of the classes LOWEST to HIGHEST, longest runs first: each class goes
+    to the programs behind those that have work of the one before."""
+    begin_kernel(EARLY)
+    d = tl.arange(0, BLOCK_D)
+    program = tl.program_id(0)
+    if HIGHEST == LONG:
+        runs_begin, runs_end = _runs(bounds, LONG, bucket, num_buckets)
+        _update_long(
+            weights, state, grad, first, last, row_key, row_table, table_meta, payload, blocks, supers, runs_begin,
+            runs_end, program, d, max_gradient, lr, eps, weight_decay, seed,
+            LOOK, WIDTH, BLOCK, SUPER, VEC, EXACT, SCALED, CLIP, ADAGRAD, DECAY, STOCHASTIC,
+        )  # fmt: skip
+        program = _behind(program, runs_end - runs_begin, 1)
+    if LOWEST < LONG and HIGHEST > SINGLE:
+        for k in range(MIDDLE - SHORT + 1):
+            runs_begin, runs_end = _runs(bounds, MIDDLE - k, bucket, num_buckets)
+            _update_short(
+                weights, state, grad, first, last, row_key, row_table, table_meta, payload, runs_begin, runs_end,
+                program, d, max_gradient, lr, eps, weight_decay, seed,
+                RUNS, VEC, EXACT, SCALED, CLIP, ADAGRAD, DECAY, STOCHASTIC,
+            )  # fmt: skip
+            program = _behind(program, runs_end - runs_begin, RUNS)
+    if LOWEST == SINGLE:
+        runs_begin, runs_end = _runs(bounds, SINGLE, bucket, num_buckets)
+        _update_single(
+            weights, state, grad, first, last, row_key, row_table, table_meta, runs_begin, runs_end, program, d,
+            max_gradient, lr, eps, weight_decay, seed,
+            RUNS, VEC, EXACT, SCALED, CLIP, ADAGRAD, DECAY, STOCHASTIC,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["batch_size", "num_ids"], do_not_specialize_on_alignment=["indices", "offsets"])
@@ -363,8 +371,10 @@ def sample_weight_grad_kernel(
     MASKED: tl.constexpr,
     VBE: tl.constexpr,
     CLIP: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """weight_grad[i] = dot(W[id_i], grad[bag of i]) with the rows as they are before the update. fp32 [N]."""
+    begin_kernel(EARLY)
     tiles = tl.cdiv(batch_size, BAGS)
     feature = tl.load(features + tl.program_id(0) // tiles).to(tl.int64)
     first, count = feature_range(feature, batch_offsets, batch_size, VBE)

@@ -11,12 +11,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torchrec_triton.kernels.common import FEATURE_FIELDS
+from torchrec_triton.kernels.common import FEATURE_FIELDS, begin_kernel
 
 
 @triton.jit(do_not_specialize=["num_bags", "num_ids"], do_not_specialize_on_alignment=["offsets"])
-def check_offsets_kernel(offsets, repairs, num_bags, num_ids, TILE: tl.constexpr):
+def check_offsets_kernel(offsets, repairs, num_bags, num_ids, TILE: tl.constexpr, EARLY: tl.constexpr):
     """Repairs the offsets of TILE bags a program and adds the number of bags that needed it to `repairs`."""
+    begin_kernel(EARLY)
     bag = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     live = bag < num_bags
     begin = tl.load(offsets + bag, mask=live, other=0).to(tl.int64)
@@ -55,8 +56,10 @@ def check_ids_kernel(
     num_features,
     TILE: tl.constexpr,
     VBE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Repairs TILE ids a program and adds the number of repairs to `repairs`."""
+    begin_kernel(EARLY)
     start = tl.program_id(0).to(tl.int64) * TILE
     i = start + tl.arange(0, TILE)
     live = i < num_ids

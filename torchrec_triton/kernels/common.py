@@ -10,11 +10,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from torchrec_triton.kernels.launch import Launcher, kind_of
 
@@ -68,6 +69,7 @@ class TableLayout:
     max_block_d: int
     key_dtype: torch.dtype  # int32 wherever the rows allow it
     wide_rows: bool  # a table's rows pass 2^31
+    undivided: TableLayout | None = None  # the same with all tables in one bucket, where there are several
     launchers: dict[Hashable, Launcher] = field(default_factory=dict, repr=False, compare=False)
 
     def launcher(self, *kind: Hashable) -> Launcher:
@@ -122,7 +124,7 @@ class TableLayout:
         def tensor(values: list, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.tensor(values, dtype=dtype, device=device)
 
-        return TableLayout(
+        layout = TableLayout(
             feature_meta=tensor(
                 [[key_begin[t], rows[t], weight_offsets[t], dims[t], columns[f]] for f, t in enumerate(feature_table)]
             ),
@@ -140,6 +142,18 @@ class TableLayout:
             key_dtype=key_dtype,
             wide_rows=max(rows) >= 2**31,
         )
+        if len(buckets) == 1:
+            return layout
+        everything = Bucket(
+            block_d=layout.max_block_d,
+            weight_vec=min(b.weight_vec for b in buckets),
+            exact=False,
+            features=torch.arange(layout.num_features, dtype=torch.int32, device=device),
+            key_begin=0,
+            key_end=next_key,
+        )
+        bucket_key = tensor([0, next_key], key_dtype)
+        return replace(layout, undivided=replace(layout, buckets=(everything,), bucket_key=bucket_key, launchers={}))
 
 
 @dataclass(frozen=True)
@@ -199,6 +213,18 @@ def num_warps(block_d: int, rows: int, elements: int = WARP_TILE) -> int:
 def tile_rows(block_d: int, elements: int = WARP_TILE, most: int = 32) -> int:
     """Rows of a tile of about `elements` elements, at least 1 and at most `most`."""
     return max(1, min(most, elements // block_d))
+
+
+@triton.jit
+def begin_kernel(EARLY: tl.constexpr):
+    """First statement of every kernel: waits until the kernels before it on the stream have ended, if EARLY.
+
+    With programmatic dependent launch (`Launcher` asks for it where EARLY) the programs of a kernel get in place while
+    the one before ends, which hides part of what a launch costs. To wait costs each program about a microsecond, which
+    is too much for kernels of many programs.
+    """
+    if EARLY:
+        gdc_wait()
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torchrec_triton.kernels.common import FEATURE_FIELDS, OUTPUT_UNIT, round_to
+from torchrec_triton.kernels.common import FEATURE_FIELDS, OUTPUT_UNIT, begin_kernel, round_to
 
 
 @triton.jit
@@ -144,7 +144,7 @@ def tbe_fwd_kernel(
     batch_size,  # bags a feature; VBE: the most bags of any feature
     num_ids,
     total_dim,
-    each,  # bags a program, BAGS at most
+    each,  # bags a program: BAGS, a fourth of them, or fewer than BAGS one after another
     BAGS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     WEIGHT_VEC: tl.constexpr,
@@ -155,32 +155,42 @@ def tbe_fwd_kernel(
     WEIGHTED: tl.constexpr,
     MEAN: tl.constexpr,
     VBE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Pools `each` bags of one feature a program. output: [B, total_dim], or 1-D under VBE."""
+    begin_kernel(EARLY)
     tiles = tl.cdiv(batch_size, each)
     feature = tl.load(features + tl.program_id(0) // tiles).to(tl.int64)
     begin_bag = (tl.program_id(0) % tiles).to(tl.int64) * each
     first, count = feature_range(feature, batch_offsets, batch_size, VBE)
     d = tl.arange(0, BLOCK_D)
     table, rows, dim, column = feature_table(weights, feature_meta, feature, d, WEIGHT_VEC, EXACT)
-    alone = each < BAGS
+    look = 1  # lookups of a bag at a step, where the bags of the program fill its tile
+    if BAGS >= 8:
+        look = tl.where(each == BAGS // 4, 4, 1)
+    alone = each * look < BAGS
     if BAGS > 1:
         b = begin_bag + tl.arange(0, BAGS)
-        begin, end = bag_range(offsets, first + b, b < count, num_ids)
+        begin, end = bag_range(offsets, first + b, (b < count) & (b < begin_bag + each), num_ids)
         length = end - begin
-        # Side by side takes a step for every lookup of the longest bag; one after another a step for every BAGS
+        # Side by side takes a step for every `look` lookups of the longest bag; one after another a step for every BAGS
         # lookups, and two more a bag.
-        alone = alone | (tl.max(length, axis=0) > tl.sum(length, axis=0) // BAGS + 2 * BAGS)
+        alone = alone | (tl.max(length, axis=0) // look > tl.sum(length, axis=0) // BAGS + 2 * each)
     if alone:
         for k in range(0, each):
             _pool(
                 output, table, indices, sample_weights, bag_output, offsets, first, begin_bag + k, count, rows, dim,
                 column, num_ids, total_dim, d, 1, BAGS, ACC, EXACT, TRUSTED, WIDE, WEIGHTED, MEAN, VBE,
             )  # fmt: skip
-    else:
+    elif look == 1:
         _pool(
             output, table, indices, sample_weights, bag_output, offsets, first, begin_bag, count, rows, dim, column,
             num_ids, total_dim, d, BAGS, 1, ACC, EXACT, TRUSTED, WIDE, WEIGHTED, MEAN, VBE,
+        )  # fmt: skip
+    elif BAGS >= 8:
+        _pool(
+            output, table, indices, sample_weights, bag_output, offsets, first, begin_bag, count, rows, dim, column,
+            num_ids, total_dim, d, BAGS // 4, 4, ACC, EXACT, TRUSTED, WIDE, WEIGHTED, MEAN, VBE,
         )  # fmt: skip
 
 
@@ -194,8 +204,10 @@ def bag_output_kernel(
     num_features,
     num_ranks,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """VBE: bag_output[bag] = offset of the bag's output row in the 1-D, rank-major output (elements). int64 [bags]."""
+    begin_kernel(EARLY)
     feature = tl.program_id(0) // num_ranks
     rank = tl.program_id(0) % num_ranks
     begin = tl.load(rank_offsets + feature * (num_ranks + 1) + rank)

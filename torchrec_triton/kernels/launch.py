@@ -2,7 +2,8 @@
 
 Triton examines every argument of a launch anew to find the variant that was compiled for its kind. A `Launcher` belongs
 to calls whose arguments are of one kind (`kind_of`): it takes Triton's way once for each place that launches, and from
-then on starts the kernel found there.
+then on starts the kernel found there with the addresses of its tensors, and without the calls around a launch that
+only profilers have use for.
 """
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
-from triton.runtime import JITFunction
+from triton import knobs
+from triton.runtime import JITFunction, driver
 
 ALIGNMENT = 16  # bytes: what Triton distinguishes
 _BLOCKS = 32  # resident programs a multiprocessor, at most
@@ -46,7 +48,7 @@ class Launcher:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._compiled: dict[Hashable, tuple[Any, tuple, int]] = {}
+        self._compiled: dict[Hashable, tuple[Any, tuple[int, ...], tuple, int]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {"device": self._device}  # what was compiled belongs to this process
@@ -55,9 +57,17 @@ class Launcher:
         self.__init__(**state)  # type: ignore[misc]
 
     def __call__(
-        self, place: Hashable, kernel: JITFunction, programs: int, *args: Any, resident: bool = False, **constants: Any
+        self,
+        place: Hashable,
+        kernel: JITFunction,
+        programs: int,
+        *args: Any,
+        resident: bool = False,
+        early: bool = False,
+        **constants: Any,
     ) -> None:
-        """Launches `programs` programs; resident: no more than run at a time, for kernels that stride over their work.
+        """Launches `programs` programs; resident: no more than run at a time, for kernels that stride over their work;
+        early: they get in place before the kernel before has ended, see common.begin_kernel.
 
         place: distinguishes launches of a call whose constants or argument types differ.
         args: the arguments before the constexpr ones, of one type at a place; constants: constexpr arguments, options.
@@ -66,19 +76,37 @@ class Launcher:
         if found := self._compiled.get(place):
             if names is not None:
                 return
-            compiled, tail, most = found
-            compiled[(min(programs, most) if resident else programs, 1, 1)](*args, *tail)
+            compiled, pointers, tail, most = found
+            programs = min(programs, most) if resident else programs
+            if knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:
+                compiled[(programs, 1, 1)](*args, *tail)
+            else:
+                values = list(args)
+                for i in pointers:
+                    values[i] = values[i].data_ptr()
+                compiled.run(
+                    programs, 1, 1, _current_stream(self._device), compiled.function, compiled.packed_metadata,
+                    None, None, None, *values, *tail,
+                )  # fmt: skip
             return
         if resident:
             programs = min(programs, 8 * _multiprocessors(self._device))
+        constants["EARLY"] = early = early and _programmatic(self._device)
+        if early:
+            constants["launch_pdl"] = True
         if names is None:
             compiled = kernel[(programs,)](*args, **constants)
         elif compiled := kernel.warmup(*args, grid=(programs,), **constants):
             compiled[(1, 1, 1)]  # loads it
             names.append(kernel.__name__)
         if compiled is not None:  # Triton's interpreter compiles nothing
+            pointers = tuple(i for i, value in enumerate(args) if isinstance(value, torch.Tensor))
             tail = tuple(constants[p.name] for p in kernel.params[len(args) :])
-            self._compiled[place] = (compiled, tail, _resident(compiled, self._device))
+            self._compiled[place] = (compiled, pointers, tail, _resident(compiled, self._device))
+
+
+def _current_stream(device: torch.device) -> int:
+    return driver.active.get_current_stream(device.index)
 
 
 def _resident(compiled: Any, device: torch.device) -> int:
@@ -94,6 +122,12 @@ def _resident(compiled: Any, device: torch.device) -> int:
         gpu.shared_memory_per_multiprocessor // shared,
     )
     return each * gpu.multi_processor_count
+
+
+@functools.cache
+def _programmatic(device: torch.device) -> bool:
+    """Whether a kernel's programs may get in place before the kernel before has ended; see common.begin_kernel."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @functools.cache

@@ -6,7 +6,7 @@ Between calls nothing is kept but what was compiled.
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,11 +16,11 @@ from torchrec_triton.kernels import backward, bounds_check, forward, transpose, 
 from torchrec_triton.kernels.common import Batch, TableLayout, cdiv, num_warps, tile_rows
 from torchrec_triton.kernels.launch import Launcher, compile_only, kind_of
 
-SUPER = 64  # blocks of a super block
 # Blocks that a program of partial sums looks at where there are many, hardly any whole; and from one to the next.
 _GROUP, _APART = 8, 64
 _ENOUGH = 2**14  # programs of partial sums that keep a large GPU busy
 _BUSY = 2**11  # programs of the lookup that do
+_EARLY = 2**12  # programs, at most, that gain by getting in place early
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,12 @@ def _on(device: torch.device) -> contextlib.AbstractContextManager:
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         return torch.cuda.device(device)
     return contextlib.nullcontext()
+
+
+def _division(layout: TableLayout, num_ids: int) -> TableLayout:
+    """The layout in buckets of dims, or as one bucket where a batch is so small that more launches would cost more."""
+    small = layout.undivided is not None and num_ids * layout.max_block_d <= tuning.TILES.few_elements
+    return layout.undivided if small else layout  # type: ignore[return-value]
 
 
 def bag_output_offsets(
@@ -87,29 +93,35 @@ def compile_step(
 
     repairs: the counter of the bounds check, or None where there is none.
     """
-    device, features = weights.device, layout.num_features
-    num_ids = 2 * SUPER * max(128, layout.max_block_d)  # enough for a block of blocks
+    device, features, tiles = weights.device, layout.num_features, tuning.TILES
 
     def empty(count: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(count, dtype=dtype, device=device)
 
+    # Enough lookups for sums of sums of blocks, as one bucket where there are several; the most few; and many.
+    widest = layout.max_block_d
+    sizes = {min(tiles.few, tiles.few_elements // widest), tiles.few, max(tiles.few, 64 * max(128, widest)) + 1}
     with _on(device), compile_only() as names:
-        bag_output = batch_offsets = None
-        if vbe:
-            batch_offsets = empty(features + 1, torch.int32)
-            ranks = empty(2 * features, torch.int32).view(features, 2)
-            bag_output = bag_output_offsets(layout, empty(features, torch.int64), batch_offsets, ranks, features)
-        batch = Batch(
-            empty(num_ids, ids), empty(features + 1, ids), empty(num_ids, torch.float32) if weighted else None,
-            bag_output, batch_offsets, 1, layout.total_dim, mean, trusted,
-        )  # fmt: skip
-        out = empty(layout.total_dim, output)
-        if repairs is not None:
-            check_bounds(layout, batch, repairs)
-        lookup(layout, weights, batch, out)
-        if weighted:
-            sample_weight_grad(layout, weights, out, batch, None, optimizer.max_gradient)
-        update(layout, weights, state, out, batch, optimizer)  # which sorts, and so builds or loads the sort
+        for num_ids in sorted(sizes):
+            bag_output = batch_offsets = None
+            if vbe:
+                batch_offsets = empty(features + 1, torch.int32)
+                ranks = empty(2 * features, torch.int32).view(features, 2)
+                bag_output = bag_output_offsets(layout, empty(features, torch.int64), batch_offsets, ranks, features)
+            batch = Batch(
+                empty(num_ids, ids), empty(features + 1, ids), empty(num_ids, torch.float32) if weighted else None,
+                bag_output, batch_offsets, 1, layout.total_dim, mean, trusted,
+            )  # fmt: skip
+            out = empty(layout.total_dim, output)
+            if repairs is not None:
+                check_bounds(layout, batch, repairs)
+            for bags in (1, 2**18):  # programs get in place early, or they are too many
+                lookup(layout, weights, replace(batch, batch_size=bags), out)
+            if weighted:
+                sample_weight_grad(layout, weights, out, batch, None, optimizer.max_gradient)
+            for many in (batch.offsets, empty(max(num_ids, transpose.MANY_BAGS) + 1, ids)):  # bags
+                # It sorts, and so builds or loads the sort.
+                update(layout, weights, state, out, replace(batch, offsets=many), optimizer)
     return names
 
 
@@ -121,45 +133,62 @@ def check_bounds(layout: TableLayout, batch: Batch, repairs: torch.Tensor) -> No
     num_ids, num_bags = batch.indices.numel(), batch.offsets.numel() - 1
     if num_bags == 0:
         return
-    tile = 1024
-    launch = layout.launcher("check", batch.kind, kind_of(repairs))
+    tile, early = 1024, num_ids <= tuning.TILES.few
+    launch = layout.launcher("check", batch.kind, kind_of(repairs), early)
     with _on(repairs.device):
         launch(
             "offsets", bounds_check.check_offsets_kernel, cdiv(num_bags, tile),
-            batch.offsets, repairs, num_bags, num_ids, TILE=tile, num_warps=4,
+            batch.offsets, repairs, num_bags, num_ids, TILE=tile, num_warps=4, early=early,
         )  # fmt: skip
         if num_ids:
             launch(
                 "ids", bounds_check.check_ids_kernel, cdiv(num_ids, tile),
                 batch.indices, batch.offsets, batch.batch_offsets, layout.feature_meta, repairs, batch.batch_size,
-                num_ids, layout.num_features, TILE=tile, VBE=batch.batch_offsets is not None, num_warps=4,
+                num_ids, layout.num_features, TILE=tile, VBE=batch.batch_offsets is not None, num_warps=4, early=early,
             )  # fmt: skip
 
 
 def lookup(layout: TableLayout, weights: torch.Tensor, batch: Batch, output: torch.Tensor) -> None:
     """Writes the pooled rows of all bags. output: [B, total_dim], or 1-D under VBE; fp32, fp16 or bf16."""
-    if batch.offsets.numel() <= 1:
+    num_ids, num_bags = batch.indices.numel(), batch.offsets.numel() - 1
+    if num_bags == 0:
         return
-    num_ids = batch.indices.numel()
+    layout = _division(layout, num_ids)
     launch = layout.launcher("lookup", batch.kind, kind_of(weights, output))
     double = weights.dtype == torch.float32  # sums of fp32 rows
     with _on(weights.device):
         for index, bucket in enumerate(layout.buckets):
             elements = tuning.TILES.forward if bucket.exact else tuning.TILES.forward_padded
             bags = tile_rows(bucket.block_d, elements // 2 if double else elements)
-            each, programs = bags, bucket.num_features * cdiv(batch.batch_size, bags)
-            if programs < _BUSY and num_ids >= 4 * (batch.offsets.numel() - 1):
-                each = max(1, bags * programs // _BUSY)
+            each = _bags_a_program(bags, bucket.num_features * cdiv(batch.batch_size, bags), num_ids / num_bags)
+            programs = bucket.num_features * cdiv(batch.batch_size, each)
+            early = programs <= _EARLY
             launch(
-                index, forward.tbe_fwd_kernel, bucket.num_features * cdiv(batch.batch_size, each),
+                (index, early), forward.tbe_fwd_kernel, programs,
                 output, weights, batch.indices, batch.offsets, batch.sample_weights, batch.bag_output,
                 batch.batch_offsets, bucket.features, layout.feature_meta, batch.batch_size, num_ids, layout.total_dim,
                 each, BAGS=bags, BLOCK_D=bucket.block_d, WEIGHT_VEC=bucket.weight_vec,
                 ACC=tl.float64 if double else tl.float32, EXACT=bucket.exact,
                 TRUSTED=batch.trusted, WIDE=layout.wide_rows,
                 WEIGHTED=batch.sample_weights is not None, MEAN=batch.mean, VBE=batch.bag_output is not None,
-                num_warps=num_warps(bucket.block_d, bags),
+                num_warps=num_warps(bucket.block_d, bags), early=early,
             )  # fmt: skip
+
+
+def _bags_a_program(bags: int, programs: int, length: float) -> int:
+    """Bags that a program of the lookup pools: all of its tile's side by side, which takes a step for every lookup of a
+    bag; a fourth of them, four lookups of a bag at a step; or a few one after another, `bags` lookups of one at a step.
+
+    bags: of a tile. programs: with so many bags each. length: of a bag, on average.
+    """
+    busy = max(_BUSY, programs)
+    few = max(1, bags * programs // busy)
+    steps = {bags: (length + 2) * busy}
+    if bags >= 8:
+        steps[bags // 4] = (length / 4 + 2) * max(busy, 4 * programs)
+    if few < bags:
+        steps.setdefault(few, few * (length / bags + 2) * busy)
+    return min(steps, key=steps.__getitem__)
 
 
 def sample_weight_grad(
@@ -178,7 +207,8 @@ def sample_weight_grad(
     if batch.indices.numel() == 0 or batch.offsets.numel() <= 1:
         return weight_grad
     clip = max_gradient is not None
-    launch = layout.launcher("weight grad", batch.kind, kind_of(weights, grad, wanted), clip)
+    layout, few = _division(layout, batch.indices.numel()), batch.indices.numel() <= tuning.TILES.few
+    launch = layout.launcher("weight grad", batch.kind, kind_of(weights, grad, wanted), clip, few)
     with _on(weights.device):
         for index, bucket in enumerate(layout.buckets):
             bags = tile_rows(bucket.block_d)
@@ -190,7 +220,7 @@ def sample_weight_grad(
                 BAGS=bags, BLOCK_D=bucket.block_d, WEIGHT_VEC=bucket.weight_vec,
                 EXACT=bucket.exact, TRUSTED=batch.trusted, WIDE=layout.wide_rows,
                 MASKED=wanted is not None, VBE=batch.bag_output is not None, CLIP=clip,
-                num_warps=num_warps(bucket.block_d, bags),
+                num_warps=num_warps(bucket.block_d, bags), early=few,
             )  # fmt: skip
     return weight_grad
 
@@ -215,10 +245,12 @@ def update(
         "SCALED": batch.mean or batch.sample_weights is not None, "CLIP": optimizer.max_gradient is not None,
         "ADAGRAD": optimizer.adagrad, "DECAY": optimizer.weight_decay_mode, "STOCHASTIC": stochastic,
     }  # fmt: skip
-    launch = layout.launcher("update", batch.kind, kind_of(weights, state, grad), *flags.values())
+    num_ids = batch.indices.numel()
+    layout, few = _division(layout, num_ids), num_ids <= tuning.TILES.few
+    launch = layout.launcher("update", batch.kind, kind_of(weights, state, grad), few, *flags.values())
     with _on(weights.device):
-        runs = transpose.transpose(layout, batch, launch)
-        _apply(layout, weights, state, grad, runs, optimizer, launch, flags)
+        runs = transpose.transpose(layout, batch, launch, few)
+        _apply(layout, weights, state, grad, runs, optimizer, launch, few, flags)
 
 
 def _apply(
@@ -229,49 +261,51 @@ def _apply(
     runs: transpose.Runs,
     optimizer: Optimizer,
     launch: Launcher,
+    few: bool,
     flags: dict[str, Any],
 ) -> None:
-    num_ids = runs.keys.numel()
-    width, block, tiles = layout.max_block_d, max(128, layout.max_block_d), tuning.TILES
+    num_ids, width, tiles = runs.keys.numel(), layout.max_block_d, tuning.TILES
+    block, super_blocks = (max(32, width // 4), 256) if few else (max(128, width // 2), 64)
     blocks = torch.empty(num_ids // block, width, dtype=torch.float32, device=grad.device)
-    supers = torch.empty(num_ids // (block * SUPER), width, dtype=torch.float32, device=grad.device)
+    supers = torch.empty(num_ids // (block * super_blocks), width, dtype=torch.float32, device=grad.device)
     max_gradient = optimizer.max_gradient if optimizer.max_gradient is not None else 0.0
-    step = (optimizer.learning_rate, optimizer.eps, optimizer.weight_decay, max_gradient, optimizer.seed)
-    descriptors = (weights, state, grad, runs.first, runs.last, runs.row_key, runs.row_table, runs.bounds)
     # Most runs of one lookup, of two and more, and long ones that the lookups can make.
-    single, short, long = num_ids, num_ids // 2, num_ids // (transpose.MIDDLE_RUN + 1)
-    ranges = len(layout.buckets) + 1
+    single, short, long = num_ids, num_ids // 2, num_ids // (transpose.middle_run(few) + 1)
     for index, bucket in enumerate(layout.buckets):
         d = bucket.block_d
-        shape: dict[str, Any] = {"BLOCK_D": d, "EXACT": bucket.exact}
-        rows = {"VEC": bucket.weight_vec, **shape, **flags}
-        look, abreast = tile_rows(d, tiles.long if d < 256 else tiles.long_wide), tile_rows(d, tiles.short)
-        for super_blocks, partial in ((1, blocks), (SUPER, supers)):
+        look = tile_rows(d, tiles.long if d < 256 else tiles.long_wide)
+        wide = num_warps(d, look)
+        # A launch for all classes has the warps of long runs.
+        abreast = tile_rows(d, tiles.short_warp * wide if few else tiles.short)
+        block_look = tile_rows(d, 4 * tiles.long) if few else look
+        shape: dict[str, Any] = {"BLOCK_D": d, "EXACT": bucket.exact, "WIDTH": width, "BLOCK": block}
+        for size, partial in ((1, blocks), (super_blocks, supers)):
             if count := partial.shape[0]:
                 each = min(_GROUP, max(1, count // _ENOUGH))
                 launch(
-                    ("partial", super_blocks, index), backward.partial_sums_kernel,
-                    cdiv(count, each * _APART) * _APART,
+                    ("partial", size, index), backward.partial_sums_kernel, cdiv(count, each * _APART) * _APART,
                     partial, runs.keys, grad, runs.payload, blocks, layout.table_key, layout.table_meta,
                     count, layout.num_tables, bucket.key_begin, bucket.key_end, max_gradient, each,
-                    GROUP=_GROUP, APART=_APART, SUPER=super_blocks, BLOCK=block, LOOK=look, WIDTH=width, **shape,
-                    SCALED=flags["SCALED"], CLIP=flags["CLIP"], num_warps=num_warps(d, look),
+                    GROUP=_GROUP, APART=_APART, SUPER=size, LOOK=block_look, **shape,
+                    SCALED=flags["SCALED"], CLIP=flags["CLIP"], num_warps=num_warps(d, block_look), early=few,
                 )  # fmt: skip
+        one, two, many = cdiv(single, abreast), cdiv(short, abreast), long
         warps = num_warps(d, abreast, tiles.short_warp)
-        launch(
-            ("single", index), backward.update_single_kernel, cdiv(single, abreast),
-            *descriptors, transpose.SINGLE * ranges + index, layout.table_meta, *step,
-            RUNS=abreast, **rows, num_warps=warps, resident=True,
+        launches = (
+            [(transpose.SINGLE, transpose.LONG, one + two + many, wide)]
+            if few
+            else [
+                (transpose.SINGLE, transpose.SINGLE, one, warps), (transpose.SHORT, transpose.MIDDLE, two, warps),
+                (transpose.LONG, transpose.LONG, many, wide),
+            ]
         )  # fmt: skip
-        if short:
-            launch(
-                ("short", index), backward.update_short_kernel, cdiv(short, abreast),
-                *descriptors, transpose.SHORT * ranges + index, ranges, runs.payload, layout.table_meta, *step,
-                KINDS=transpose.LONG - transpose.SHORT, RUNS=abreast, **rows, num_warps=warps, resident=True,
-            )  # fmt: skip
-        if long:
-            launch(
-                ("long", index), backward.update_long_kernel, long,
-                *descriptors, transpose.LONG * ranges + index, runs.payload, blocks, supers, layout.table_meta, *step,
-                LOOK=look, WIDTH=width, BLOCK=block, SUPER=SUPER, **rows, num_warps=num_warps(d, look), resident=True,
-            )  # fmt: skip
+        for lowest, highest, programs, width_warps in launches:
+            if programs:
+                launch(
+                    ("update", highest.value, index), backward.update_kernel, programs,
+                    weights, state, grad, runs.first, runs.last, runs.row_key, runs.row_table, runs.bounds, index,
+                    len(layout.buckets), runs.payload, blocks, supers, layout.table_meta, optimizer.learning_rate,
+                    optimizer.eps, optimizer.weight_decay, max_gradient, optimizer.seed,
+                    LOWEST=lowest.value, HIGHEST=highest.value, RUNS=abreast, LOOK=look, VEC=bucket.weight_vec,
+                    SUPER=super_blocks, **shape, **flags, num_warps=width_warps, resident=True, early=few,
+                )  # fmt: skip

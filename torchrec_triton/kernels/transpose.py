@@ -8,7 +8,7 @@ runs        each run of equal keys is put into a class by its length, the classe
 The classes, each with an update of its own shape:
   single  1 lookup
   short   2 to SHORT_RUN lookups
-  middle  more, up to MIDDLE_RUN
+  middle  more, up to MIDDLE_RUN, or MIDDLE_RUN_OF_FEW where lookups are few and a chain of loads is what takes time
   long    more
 A class is found by looking a fixed distance ahead in the sorted keys, never by a scan, so it is known where a run
 begins; where it ends, looking back gives the same answer. Nothing is read back to the host: counts stay on the device,
@@ -28,6 +28,7 @@ from torchrec_triton.kernels.common import (
     OUTPUT_UNIT,
     Batch,
     TableLayout,
+    begin_kernel,
     cdiv,
     find_table,
     wide_positions,
@@ -36,10 +37,11 @@ from torchrec_triton.kernels.forward import bag_range, feature_range, output_off
 from torchrec_triton.kernels.launch import Launcher
 from torchrec_triton.kernels.sort import sort_pairs
 
-SINGLE, SHORT, MIDDLE, LONG = range(4)
+SINGLE, SHORT, MIDDLE, LONG = (tl.constexpr(c) for c in range(4))
 CLASSES = 4
 SHORT_RUN = 4
-MIDDLE_RUN = 32
+MIDDLE_RUN, MIDDLE_RUN_OF_FEW = 32, 16
+MANY_BAGS = 2**16  # so many, if short, that four times as many share a program
 _TILE = 128  # sorted keys a warp
 _GROUP = 4  # warps that count in a program
 
@@ -75,6 +77,15 @@ def source_of(payload):
 @triton.jit
 def factor_bits(payload):
     return (payload >> 32).to(tl.int32)
+
+
+@triton.jit
+def _bags(offsets, first, b, count, num_ids, bag_output, total_dim, column, VBE: tl.constexpr):
+    """First lookup, length and gradient row (in OUTPUT_UNIT elements) of bags `b` of a feature."""
+    live = b < count
+    begin, end = bag_range(offsets, first + b, live, num_ids)
+    row = output_offset(first, b, live, bag_output, total_dim, column, VBE) // OUTPUT_UNIT
+    return begin, (end - begin).to(tl.int32), row.to(tl.int32)
 
 
 @triton.jit
@@ -125,32 +136,38 @@ def linearize_kernel(
     total_dim,
     no_row,  # the key of lookups that have none
     BAGS: tl.constexpr,
+    GROUP: tl.constexpr,  # bags at a time where they are long
     TRUSTED: tl.constexpr,
     NARROW: tl.constexpr,  # trusted, and keys have 32 bits
     WEIGHTED: tl.constexpr,
     MEAN: tl.constexpr,
     VBE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Keys and payloads of the lookups of BAGS bags of one feature a program, in the order of the batch."""
+    begin_kernel(EARLY)
     tiles = tl.cdiv(batch_size, BAGS)
     feature = (tl.program_id(0) // tiles).to(tl.int64)
     tile = tl.program_id(0) % tiles
     first, count = feature_range(feature, batch_offsets, batch_size, VBE)
     key_begin = tl.load(feature_meta + feature * FEATURE_FIELDS)
     rows = tl.load(feature_meta + feature * FEATURE_FIELDS + 1)
-    b = tile.to(tl.int64) * BAGS + tl.arange(0, BAGS)
-    live = b < count
-    begin, end = bag_range(offsets, first + b, live, num_ids)
     column = tl.load(feature_meta + feature * FEATURE_FIELDS + 4)
-    row = (output_offset(first, b, live, bag_output, total_dim, column, VBE) // OUTPUT_UNIT).to(tl.int32)
-    length = (end - begin).to(tl.int32)
+    b = tile.to(tl.int64) * BAGS + tl.arange(0, BAGS)
+    begin, length, row = _bags(offsets, first, b, count, num_ids, bag_output, total_dim, column, VBE)
     # Wide steps keep more loads of long bags in flight, and would idle on short ones.
     if tl.max(length, axis=0) <= 8:
         _linearize(keys, payload, indices, sample_weights, begin, length, row, key_begin, rows, no_row,
                    4, NARROW, WEIGHTED, MEAN)  # fmt: skip
-    else:
+    elif BAGS == GROUP:
         _linearize(keys, payload, indices, sample_weights, begin, length, row, key_begin, rows, no_row,
                    32, NARROW, WEIGHTED, MEAN)  # fmt: skip
+    else:
+        for g in range(BAGS // GROUP):
+            part = tile.to(tl.int64) * BAGS + g * GROUP + tl.arange(0, GROUP)
+            starts, lengths, places = _bags(offsets, first, part, count, num_ids, bag_output, total_dim, column, VBE)
+            _linearize(keys, payload, indices, sample_weights, starts, lengths, places, key_begin, rows, no_row,
+                       32, NARROW, WEIGHTED, MEAN)  # fmt: skip
     if TRUSTED & (tl.program_id(0) == 0):
         # Ids before the first bag and after the last belong to none. A batch that is not trusted begins with such keys.
         head = tl.minimum(tl.maximum(tl.load(offsets).to(tl.int64), 0), num_ids)
@@ -210,6 +227,36 @@ def _field(packed, kind):
     return ((packed >> _shift(kind)) & ((1024 >> kind) - 1)).to(tl.int32)
 
 
+@triton.jit
+def _summed(counts, kind, num_tiles, mask):
+    """Runs before the first of a class in this program's tile: those of lower classes, and of its own in earlier tiles.
+    counts: inclusive sums."""
+    at = kind * num_tiles + tl.program_id(0) - 1
+    return tl.load(counts + at, mask=mask & (at >= 0), other=0)
+
+
+@triton.jit
+def _counts_before(counts, kinds, num_tiles, TILES: tl.constexpr):
+    """The same for all classes `kinds` [CLASSES], from counts that are not summed."""
+    own = tl.zeros(kinds.shape, tl.int32)
+    whole = tl.zeros(kinds.shape, tl.int32)
+    for begin in range(0, num_tiles, TILES):
+        tile = begin + tl.arange(0, TILES)[None, :]
+        count = tl.load(counts + kinds[:, None] * num_tiles + tile, mask=tile < num_tiles, other=0)
+        whole += tl.sum(count, axis=1)
+        own += tl.sum(tl.where(tile < tl.program_id(0), count, 0), axis=1)
+    return tl.cumsum(whole, axis=0) - whole + own
+
+
+@triton.jit
+def _of_class(values, kinds, kind):
+    """The value of each run's class, of the values [CLASSES] of the classes `kinds`."""
+    of = tl.zeros(kind.shape, values.dtype)
+    for c in tl.static_range(kinds.shape[0]):
+        of = tl.where(kind == c, tl.sum(tl.where(kinds == c, values, 0), axis=0), of)
+    return of
+
+
 # Alignment of pointers would give loads of neighbouring keys other layouts than loads at a distance, and conversions
 # between them would cost more than both.
 @triton.jit(do_not_specialize=["num_ids", "num_tiles", "no_row"], do_not_specialize_on_alignment=["counts", "keys"])
@@ -225,8 +272,10 @@ def count_runs_kernel(
     WIDE: tl.constexpr,
     SHORT_LEN: tl.constexpr,
     MIDDLE_LEN: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """counts[c * num_tiles + tile] = runs of class c that begin in the tile."""
+    begin_kernel(EARLY)
     tile = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
     i = _positions(tile[:, None], TILE, WIDE) + tl.arange(0, TILE)[None, :]
     key = tl.load(keys + i, mask=i < num_ids, other=no_row)
@@ -239,7 +288,7 @@ def count_runs_kernel(
 
 @triton.jit(
     do_not_specialize=["num_ids", "num_tiles", "no_row", "num_tables", "num_buckets"],
-    do_not_specialize_on_alignment=["first", "last", "row_key", "row_table", "counted", "keys", "payload"],
+    do_not_specialize_on_alignment=["first", "last", "row_key", "row_table", "counts", "keys", "payload"],
 )
 def write_runs_kernel(
     first,
@@ -247,7 +296,7 @@ def write_runs_kernel(
     row_key,
     row_table,
     bounds,
-    counted,  # inclusive sums of counts
+    counts,  # of runs by class and tile; their inclusive sums when SUMMED
     keys,
     payload,
     table_key,
@@ -258,13 +307,16 @@ def write_runs_kernel(
     num_tables,
     num_buckets,
     SCALED: tl.constexpr,
+    SUMMED: tl.constexpr,
     CLASSES: tl.constexpr,
     TILE: tl.constexpr,
     WIDE: tl.constexpr,
     SHORT_LEN: tl.constexpr,
     MIDDLE_LEN: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Writes each run into its class, and where a run ends into the entry of the run that ends there."""
+    begin_kernel(EARLY)
     begin = _positions(tl.program_id(0), TILE, WIDE)
     i = begin + tl.arange(0, TILE)
     reached = i <= num_ids
@@ -278,10 +330,15 @@ def write_runs_kernel(
 
     packed = _packed(kind, head)
     before = tl.cumsum(packed, axis=0) - packed  # runs of each class that begin in the tile before i
-    slot = kind * num_tiles + tl.program_id(0)
-    rank = tl.load(counted + slot - 1, mask=head & (slot > 0), other=0) + _field(before, kind)
-    ended_slot = ended * num_tiles + tl.program_id(0)
-    ended_rank = tl.load(counted + ended_slot - 1, mask=ends & (ended_slot > 0), other=0) + _field(before, ended) - 1
+    kinds = tl.arange(0, CLASSES)
+    if SUMMED:
+        earlier = _summed(counts, kinds, num_tiles, kinds >= 0)
+        rank = _summed(counts, kind, num_tiles, head) + _field(before, kind)
+        ended_rank = _summed(counts, ended, num_tiles, ends) + _field(before, ended) - 1
+    else:
+        earlier = _counts_before(counts, kinds, num_tiles, 256)
+        rank = _of_class(earlier, kinds, kind) + _field(before, kind)
+        ended_rank = _of_class(earlier, kinds, ended) + _field(before, ended) - 1
 
     low = tl.load(keys + begin, mask=begin < num_ids, other=no_row)
     below = tl.load(keys + begin - 1, mask=begin > 0, other=-1)
@@ -290,10 +347,7 @@ def write_runs_kernel(
         base = tl.load(bucket_key + k)
         if (below < base) & (base <= high):
             crossed = tl.sum(tl.where(reached & (previous < base) & (key >= base), before, 0), axis=0)
-            for c in range(CLASSES):
-                at = c * num_tiles + tl.program_id(0)
-                entry = tl.load(counted + at - 1, mask=at > 0, other=0) + _field(crossed, c)
-                tl.store(bounds + c * (num_buckets + 1) + k, entry)
+            tl.store(bounds + kinds * (num_buckets + 1) + k, earlier + _field(crossed, kinds))
 
     t = find_table(low, table_key, num_tables)
     table = tl.zeros([TILE], tl.int32) + t
@@ -312,8 +366,13 @@ def write_runs_kernel(
     tl.store(last + ended_rank, i.to(last.dtype.element_ty), mask=ends & (ended > 0))
 
 
-def transpose(layout: TableLayout, batch: Batch, launch: Launcher) -> Runs:
-    """Runs of a batch that has ids."""
+def middle_run(few: bool) -> int:
+    """Lookups of the longest middle run."""
+    return MIDDLE_RUN_OF_FEW if few else MIDDLE_RUN
+
+
+def transpose(layout: TableLayout, batch: Batch, launch: Launcher, few: bool) -> Runs:
+    """Runs of a batch that has ids. few: each program that writes adds up the counts before it itself."""
     device, num_ids = batch.indices.device, batch.indices.numel()
     weighted, vbe = batch.sample_weights is not None, batch.bag_output is not None
     scaled = batch.mean or weighted
@@ -323,26 +382,28 @@ def transpose(layout: TableLayout, batch: Batch, launch: Launcher) -> Runs:
     payload = torch.empty(num_ids, dtype=torch.int64 if scaled else torch.int32, device=device)
     if not batch.trusted:
         keys.fill_(layout.num_keys)
-    bags = 32
+    num_bags = batch.offsets.numel() - 1
+    bags = 128 if num_ids <= 8 * num_bags and num_bags >= MANY_BAGS else 32
     launch(
-        "linearize", linearize_kernel, layout.num_features * cdiv(batch.batch_size, bags),
+        ("linearize", bags), linearize_kernel, layout.num_features * cdiv(batch.batch_size, bags),
         keys, payload, batch.indices, batch.offsets, batch.sample_weights, batch.bag_output, batch.batch_offsets,
-        layout.feature_meta, batch.batch_size, num_ids, batch.offsets.numel() - 1, layout.total_dim, layout.num_keys,
-        BAGS=bags, TRUSTED=batch.trusted, NARROW=batch.trusted and layout.key_dtype == torch.int32, WEIGHTED=weighted,
-        MEAN=batch.mean, VBE=vbe, num_warps=4,
+        layout.feature_meta, batch.batch_size, num_ids, num_bags, layout.total_dim, layout.num_keys,
+        BAGS=bags, GROUP=32, TRUSTED=batch.trusted, NARROW=batch.trusted and layout.key_dtype == torch.int32,
+        WEIGHTED=weighted, MEAN=batch.mean, VBE=vbe, num_warps=4, early=few,
     )  # fmt: skip
     keys, payload = sort_pairs(keys, payload, layout.num_keys)
 
     tiles = cdiv(num_ids + 1, _TILE)
     counts = torch.empty(CLASSES * tiles, dtype=torch.int32, device=device)
     shape: dict[str, Any] = {
-        "CLASSES": CLASSES, "TILE": _TILE, "WIDE": wide, "SHORT_LEN": SHORT_RUN, "MIDDLE_LEN": MIDDLE_RUN,
+        "CLASSES": CLASSES, "TILE": _TILE, "WIDE": wide, "SHORT_LEN": SHORT_RUN, "MIDDLE_LEN": middle_run(few),
     }  # fmt: skip
     launch(
         "count", count_runs_kernel, cdiv(tiles, _GROUP),
-        counts, keys, num_ids, tiles, layout.num_keys, GROUP=_GROUP, **shape, num_warps=_GROUP,
+        counts, keys, num_ids, tiles, layout.num_keys, GROUP=_GROUP, **shape, num_warps=_GROUP, early=few,
     )  # fmt: skip
-    counted = counts.cumsum(0, dtype=position)
+    if not few:
+        counts = counts.cumsum(0, dtype=position)
     num_buckets = len(layout.buckets)
     first, last = (torch.empty(num_ids, dtype=position, device=device) for _ in range(2))
     row_key = torch.empty(num_ids, dtype=layout.key_dtype, device=device)
@@ -350,7 +411,8 @@ def transpose(layout: TableLayout, batch: Batch, launch: Launcher) -> Runs:
     bounds = torch.empty(CLASSES, num_buckets + 1, dtype=position, device=device)
     launch(
         "write", write_runs_kernel, tiles,
-        first, last, row_key, row_table, bounds, counted, keys, payload, layout.table_key, layout.bucket_key,
-        num_ids, tiles, layout.num_keys, layout.num_tables, num_buckets, SCALED=scaled, **shape, num_warps=1,
+        first, last, row_key, row_table, bounds, counts, keys, payload, layout.table_key, layout.bucket_key,
+        num_ids, tiles, layout.num_keys, layout.num_tables, num_buckets, SCALED=scaled, SUMMED=not few, **shape,
+        num_warps=1, early=few,
     )  # fmt: skip
     return Runs(keys, payload, first, last, row_key, row_table, bounds)

@@ -15,6 +15,8 @@ class Tiles:
     forward_padded: the same for rows narrower than the tile.
     short: single, short and middle runs side by side, a run a row; short_warp of them a warp.
     long: lookups of a long run, or of a whole block, side by side; long_wide: the same for rows of 256 and more.
+    few: lookups of a batch whose time is that of launches and chains of loads. Then all classes of runs share a launch,
+        and blocks are small. few_elements: lookups times the widest padded dim, up to which tables of all widths do.
     """
 
     forward: int = 512
@@ -23,6 +25,8 @@ class Tiles:
     short_warp: int = 512
     long: int = 2048
     long_wide: int = 4096
+    few: int = 2**18
+    few_elements: int = 2**22
 
 
 TILES = Tiles()
