@@ -256,6 +256,7 @@ def test_every_name_is_documented() -> None:
     names |= {*SHARDING_ATTRIBUTES, *COLLECTION_ATTRIBUTES, *KERNEL_ATTRIBUTES, *OPERATOR_ATTRIBUTES}
     names |= {*PLANNER_ATTRIBUTES, *ENUMERATOR_ATTRIBUTES, *ESTIMATOR_ATTRIBUTES, *SHARDER_ATTRIBUTES}
     names |= {*OPTIMIZER_ARGUMENTS, *VBE_FIELDS, "_ebc_sharder", "_embedding_bag_collection", "sharding_strategy"}
+    names |= {"run", "function", "packed_metadata", "launch_enter_hook", "launch_exit_hook", "launch_pdl", "gdc_wait"}
     names |= {"n_regs", "metadata.shared", "triton.runtime.cache.get_cache_manager", "make_radix_sort"}
     names |= {"use_virtual_table", "is_qr_tbe"}  # FBGEMM 1.6 has no is_qr_tbe
     assert not {name for name in names if f"`{name}`" not in text}

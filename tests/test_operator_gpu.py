@@ -463,8 +463,8 @@ def test_sizes_and_hyper_parameters_are_run_time_values() -> None:
         ids = torch.cat([batch.indices[:1], batch.indices])[1:] if seed % 2 else batch.indices
         step(module, case, weights_wanted(case, replace(batch, indices=ids)))
 
-    # Batches of few lookups and of many, and few whose tables share launches, have kernels of their own.
-    ways = ((4096, 10), (40_000, 10), (300, 10), (20_000, 1))
+    # Few lookups and many, few whose tables share launches, and many bags and short have kernels of their own.
+    ways = ((4096, 10), (40_000, 10), (30_000, 10), (300, 10), (20_000, 1))
     for number, (batch_size, mean_length) in enumerate(ways):
         run(batch_size, mean_length, number)
     known = compiled_kernels()

@@ -265,7 +265,7 @@ def _apply(
     flags: dict[str, Any],
 ) -> None:
     num_ids, width, tiles = runs.keys.numel(), layout.max_block_d, tuning.TILES
-    block, super_blocks = (max(32, width // 4), 256) if few else (max(128, width // 2), 64)
+    block, super_blocks = (max(32, width // 4), 256) if few else (max(128, width), 64)
     blocks = torch.empty(num_ids // block, width, dtype=torch.float32, device=grad.device)
     supers = torch.empty(num_ids // (block * super_blocks), width, dtype=torch.float32, device=grad.device)
     max_gradient = optimizer.max_gradient if optimizer.max_gradient is not None else 0.0

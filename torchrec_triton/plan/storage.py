@@ -21,7 +21,7 @@ def backward_bytes(kernel: str, dim: int, scaled: bool) -> float:
     """
     if kernel == FUSED:
         return 56 if scaled else 40
-    return 24 if scaled else 16 + min(dim, 256) / 32
+    return 24 if scaled else 16 + min(dim, 128) / 32
 
 
 class StorageEstimator(EmbeddingStorageEstimator):
