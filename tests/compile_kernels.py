@@ -89,8 +89,8 @@ class Compiled:
     shared: int  # bytes
     stack: int  # bytes a thread, where spilled registers go
     wide_loads: int  # 128-bit loads in the code of a thread
-    reduces: int
-    early_reduces: int  # before the first loop
+    reduces: list[int]  # loops around each
+    lost: int  # values that loops carry in the code before the compiler's passes and no longer behind them
 
 
 class _Offline:
@@ -180,7 +180,7 @@ def _step(case: Case) -> None:
 
 
 def _inspect(kernel: JITFunction, result: Any, kwargs: dict[str, Any]) -> Compiled:
-    code, reduce = result.asm["ttgir"], '"tt.reduce"'
+    code = result.asm["ttgir"]
     names = {p.name for p in kernel.params if p.is_constexpr}
     return Compiled(
         kernel=kernel.__name__,
@@ -189,9 +189,27 @@ def _inspect(kernel: JITFunction, result: Any, kwargs: dict[str, Any]) -> Compil
         shared=result.metadata.shared,
         stack=_stack(result.asm["cubin"]),
         wide_loads=len(re.findall(r"\bld\.global\S*\.(?:v4\.\w32|v2\.\w64)\b", result.asm["ptx"])),
-        reduces=code.count(reduce),
-        early_reduces=code.partition("scf.for")[0].count(reduce),
+        reduces=_depths(code, '"tt.reduce"'),
+        lost=max(0, _carried(result.asm["ttir"]) - _carried(code)),
     )
+
+
+def _depths(code: str, operation: str) -> list[int]:
+    """Loops around each occurrence of an operation."""
+    depths, regions = [], []  # of open braces: whether each is a loop's
+    for line in code.splitlines():
+        if operation in line:
+            depths.append(sum(regions))
+        for brace in re.findall(r"[{}]", re.sub(r"#\w+<.*?>|\{[^{}]*\}", "", line)):
+            if brace == "}":
+                regions.pop()
+            else:
+                regions.append("scf.for" in line or "scf.while" in line or " do {" in line)
+    return depths
+
+
+def _carried(code: str) -> int:
+    return sum(values.count("=") for values in re.findall(r"iter_args\(([^)]*)\)", code))
 
 
 def _stack(cubin: bytes) -> int:

@@ -63,11 +63,12 @@ def unwritten_memory_is_nan() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.fixture(autouse=True, params=["few", "many"])
-def both_ways_through_the_backward(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches of few lookups share launches that those of many have apart; here all are few, or none."""
-    if request.param == "many":
-        monkeypatch.setattr(tuning, "TILES", replace(tuning.TILES, few=0, few_elements=0))
+@pytest.fixture(autouse=True, params=["one bucket", "few", "many"])
+def ways_through_the_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Classes of runs share launches where lookups are few, and tables of all widths where they are fewer still."""
+    if request.param != "one bucket":
+        sizes = {"few_elements": 0} | ({"few": 0} if request.param == "many" else {})
+        monkeypatch.setattr(tuning, "TILES", replace(tuning.TILES, **sizes))
 
 
 def one_table(rows: int, dim: int, ids: list[int], offsets: list[int], device: Any, **options: Any) -> tuple[Any, Any]:
@@ -1129,6 +1130,19 @@ def test_clipping_keeps_nan_where_it_is(optimizer: Any, device: torch.device) ->
     out.backward(gradient)
     table = module.split_embedding_weights()[0]
     assert table[1, 0].isnan() and not table[2].isnan().any() and not table[0].any()
+
+
+@pytest.mark.parametrize("name", ["vbe_output", "vbe_output_offsets"])
+def test_a_vbe_output_on_another_device_is_refused(name: str, device: torch.device) -> None:
+    module = build(VBE, device, strict=True)
+    batch = make_batch(VBE, device)
+    given = {
+        "vbe_output": torch.zeros(1000, device=device),
+        "vbe_output_offsets": torch.zeros(2, 3, dtype=torch.int64, device=device),
+    }
+    given[name] = given[name].to("meta")
+    with pytest.raises((ValueError, AssertionError), match=f"{name} is on meta|same device"):
+        module(batch.indices, batch.offsets, **given, **batch.kwargs(VBE))
 
 
 def test_a_small_vbe_output_is_refused(device: torch.device) -> None:

@@ -329,14 +329,19 @@ def update_kernel(
         )  # fmt: skip
         program = _behind(program, runs_end - runs_begin, 1)
     if LOWEST < LONG and HIGHEST > SINGLE:
+        # Not carried from one class to the next: Triton 3.6 takes the first value of what only bounds an inner loop.
+        behind = program
         for k in range(MIDDLE - SHORT + 1):
+            runs_begin, runs_end = _runs(bounds, MIDDLE, bucket, num_buckets)
+            at = _behind(program, (runs_end - runs_begin) * k, RUNS)
             runs_begin, runs_end = _runs(bounds, MIDDLE - k, bucket, num_buckets)
             _update_short(
-                weights, state, grad, first, last, row_key, row_table, table_meta, payload, runs_begin, runs_end,
-                program, d, max_gradient, lr, eps, weight_decay, seed,
+                weights, state, grad, first, last, row_key, row_table, table_meta, payload, runs_begin, runs_end, at, d,
+                max_gradient, lr, eps, weight_decay, seed,
                 RUNS, VEC, EXACT, SCALED, CLIP, ADAGRAD, DECAY, STOCHASTIC,
             )  # fmt: skip
-            program = _behind(program, runs_end - runs_begin, RUNS)
+            behind = _behind(at, runs_end - runs_begin, RUNS)
+        program = behind
     if LOWEST == SINGLE:
         runs_begin, runs_end = _runs(bounds, SINGLE, bucket, num_buckets)
         _update_single(

@@ -78,7 +78,7 @@ class Launcher:
                 return
             compiled, pointers, tail, most = found
             programs = min(programs, most) if resident else programs
-            if knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:
+            if _hooked():
                 compiled[(programs, 1, 1)](*args, *tail)
             else:
                 values = list(args)
@@ -105,6 +105,12 @@ class Launcher:
             self._compiled[place] = (compiled, pointers, tail, _resident(compiled, self._device))
 
 
+def _hooked() -> bool:
+    """Whether a profiler, or anybody, wants to be called at launches."""
+    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return any(getattr(hook, "calls", hook) for hook in hooks)
+
+
 def _current_stream(device: torch.device) -> int:
     return driver.active.get_current_stream(device.index)
 
@@ -127,7 +133,8 @@ def _resident(compiled: Any, device: torch.device) -> int:
 @functools.cache
 def _programmatic(device: torch.device) -> bool:
     """Whether a kernel's programs may get in place before the kernel before has ended; see common.begin_kernel."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    cuda = device.type == "cuda" and torch.version.hip is None
+    return cuda and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @functools.cache

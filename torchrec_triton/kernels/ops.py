@@ -20,7 +20,7 @@ from torchrec_triton.kernels.launch import Launcher, compile_only, kind_of
 _GROUP, _APART = 8, 64
 _ENOUGH = 2**14  # programs of partial sums that keep a large GPU busy
 _BUSY = 2**11  # programs of the lookup that do
-_EARLY = 2**12  # programs, at most, that gain by getting in place early
+_EARLY = 2**12  # programs of the lookup, at most, that gain by getting in place early
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def compile_step(
     def empty(count: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(count, dtype=dtype, device=device)
 
-    # Enough lookups for sums of sums of blocks, as one bucket where there are several; the most few; and many.
+    # The most lookups that are one bucket, the most that are few, and many. Smaller batches launch no others.
     widest = layout.max_block_d
     sizes = {min(tiles.few, tiles.few_elements // widest), tiles.few, max(tiles.few, 64 * max(128, widest)) + 1}
     with _on(device), compile_only() as names:
@@ -182,12 +182,12 @@ def _bags_a_program(bags: int, programs: int, length: float) -> int:
     bags: of a tile. programs: with so many bags each. length: of a bag, on average.
     """
     busy = max(_BUSY, programs)
-    few = max(1, bags * programs // busy)
+    some = max(1, bags * programs // busy)
     steps = {bags: (length + 2) * busy}
     if bags >= 8:
         steps[bags // 4] = (length / 4 + 2) * max(busy, 4 * programs)
-    if few < bags:
-        steps.setdefault(few, few * (length / bags + 2) * busy)
+    if some < bags:
+        steps.setdefault(some, some * (length / bags + 2) * busy)
     return min(steps, key=steps.__getitem__)
 
 

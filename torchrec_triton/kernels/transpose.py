@@ -41,7 +41,9 @@ SINGLE, SHORT, MIDDLE, LONG = (tl.constexpr(c) for c in range(4))
 CLASSES = 4
 SHORT_RUN = 4
 MIDDLE_RUN, MIDDLE_RUN_OF_FEW = 32, 16
-MANY_BAGS = 2**16  # so many, if short, that four times as many share a program
+# Bags of one program that linearizes; and where there are many, which hold SHORT_BAG lookups or fewer on average.
+_BAGS, _SHORT_BAGS = 32, 128
+MANY_BAGS, _SHORT_BAG = 2**16, 8
 _TILE = 128  # sorted keys a warp
 _GROUP = 4  # warps that count in a program
 
@@ -212,7 +214,7 @@ def _positions(tile, TILE: tl.constexpr, WIDE: tl.constexpr):
 @triton.jit
 def _shift(kind):
     """Where the count of a class begins among packed counts: 10, 9, 8 and 5 bits hold the 128 single, 64 short, 26
-    middle and 4 long runs that at most begin in a tile of 128."""
+    middle and 8 long runs that at most begin in a tile of 128."""
     return kind * 10 - kind * (kind - 1) // 2
 
 
@@ -372,7 +374,11 @@ def middle_run(few: bool) -> int:
 
 
 def transpose(layout: TableLayout, batch: Batch, launch: Launcher, few: bool) -> Runs:
-    """Runs of a batch that has ids. few: each program that writes adds up the counts before it itself."""
+    """Runs of a batch that has ids.
+
+    few: the batch has few lookups (see tuning.py): middle runs end earlier, each program that writes adds up the counts
+    before it itself, and programs get in place early.
+    """
     device, num_ids = batch.indices.device, batch.indices.numel()
     weighted, vbe = batch.sample_weights is not None, batch.bag_output is not None
     scaled = batch.mean or weighted
@@ -383,12 +389,12 @@ def transpose(layout: TableLayout, batch: Batch, launch: Launcher, few: bool) ->
     if not batch.trusted:
         keys.fill_(layout.num_keys)
     num_bags = batch.offsets.numel() - 1
-    bags = 128 if num_ids <= 8 * num_bags and num_bags >= MANY_BAGS else 32
+    bags = _SHORT_BAGS if num_ids <= _SHORT_BAG * num_bags and num_bags >= MANY_BAGS else _BAGS
     launch(
         ("linearize", bags), linearize_kernel, layout.num_features * cdiv(batch.batch_size, bags),
         keys, payload, batch.indices, batch.offsets, batch.sample_weights, batch.bag_output, batch.batch_offsets,
         layout.feature_meta, batch.batch_size, num_ids, num_bags, layout.total_dim, layout.num_keys,
-        BAGS=bags, GROUP=32, TRUSTED=batch.trusted, NARROW=batch.trusted and layout.key_dtype == torch.int32,
+        BAGS=bags, GROUP=_BAGS, TRUSTED=batch.trusted, NARROW=batch.trusted and layout.key_dtype == torch.int32,
         WEIGHTED=weighted, MEAN=batch.mean, VBE=vbe, num_warps=4, early=few,
     )  # fmt: skip
     keys, payload = sort_pairs(keys, payload, layout.num_keys)

@@ -9,14 +9,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Tiles:
-    """Elements of a kernel's tile, rows times padded dim; a warp takes WARP_TILE of them unless said otherwise.
+    """Elements of kernels' tiles, rows times padded dim; a warp takes WARP_TILE of them unless said otherwise. And the
+    sizes of a batch whose time is that of launches and chains of loads.
 
     forward: rows in flight of the pooled lookup, fp16 and bf16; fp32 rows get half.
     forward_padded: the same for rows narrower than the tile.
     short: single, short and middle runs side by side, a run a row; short_warp of them a warp.
     long: lookups of a long run, or of a whole block, side by side; long_wide: the same for rows of 256 and more.
-    few: lookups of a batch whose time is that of launches and chains of loads. Then all classes of runs share a launch,
-        and blocks are small. few_elements: lookups times the widest padded dim, up to which tables of all widths do.
+    few: lookups up to which all classes of runs share a launch, with the warps of long runs, and short_warp elements
+        of the others for each; blocks are small, and a tile of their lookups has four times `long`.
+    few_elements: lookups times the widest padded dim, up to which tables of all widths share launches.
     """
 
     forward: int = 512

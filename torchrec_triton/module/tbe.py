@@ -211,6 +211,9 @@ class TritonTableBatchedEmbeddingBags(_Base):
                 raise ValueError(
                     f"vbe_output has {output_size} elements, the blocks of this call take {vbe.output_size}"
                 )
+        for name, tensor in (("vbe_output", vbe_output), ("vbe_output_offsets", vbe_output_offsets)):
+            if tensor is not None and tensor.device != indices.device:
+                raise ValueError(f"{name} is on {tensor.device}, the tables are on {indices.device}; move it there")
         if output_size > MAX_OUTPUT:
             raise ValueError(
                 f"the output has {output_size:,} elements, the kernels reach {MAX_OUTPUT:,}; take a smaller batch, or "
