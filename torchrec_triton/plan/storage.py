@@ -16,7 +16,7 @@ def backward_bytes(kernel: str, dim: int, scaled: bool) -> float:
     """Bytes that a backward on a GPU takes for each lookup: lists of runs and partial sums, or, where rows are scaled,
     the sort and its wider payload.
 
-    Peaks of docs/benchmarks/2026-11-30-h200.json; a test holds them against the newest report there. Without cuda-cccl
+    Peaks of docs/benchmarks/2026-12-01-h200.json; a test holds them against the newest report there. Without cuda-cccl
     the sort of `fused_triton` takes what FBGEMM's does.
     """
     if kernel == FUSED:
