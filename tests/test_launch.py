@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import logging
 import pickle
+import weakref
 from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
@@ -201,6 +205,69 @@ def test_sort_keeps_equal_keys_in_order(device, payload):
     got, moved = sort.sort_pairs(keys, values, 50)
     assert torch.equal(got, expected)
     assert torch.equal(moved, order.to(payload))
+
+
+class FakeBuffer:
+    """Two arrays that a sort moves between, as in cuda.compute."""
+
+    def __init__(self, current: Any, alternate: Any) -> None:
+        self.buffers, self.selector = (current, alternate), 0
+
+    def current(self) -> Any:
+        return self.buffers[self.selector]
+
+
+class FakeSort:
+    """cuda.compute's sort, on the host: it knows its arrays by data_ptr() alone, keeps what it was given until the next
+    call, and leaves the sorted pairs in the buffer `ends_in`."""
+
+    def __init__(self, ends_in: int) -> None:
+        self.ends_in = ends_in
+
+    def __call__(self, *, temp_storage: Any, num_items: int, begin_bit: int, end_bit: int, **given: Any) -> int:
+        self.kept = given, temp_storage
+        if temp_storage is None:
+            return 100
+        assert temp_storage.nbytes == 100 and temp_storage.data_ptr() and begin_bit == 0
+        keys, values = given["d_in_keys"], given["d_in_values"]
+        order = np.argsort(self._array(keys.current(), num_items) & (2**end_bit - 1), kind="stable")
+        for buffer in (keys, values):
+            ordered = self._array(buffer.current(), num_items)[order]
+            buffer.selector = self.ends_in
+            self._array(buffer.current(), num_items)[:] = ordered
+        return 100
+
+    @staticmethod
+    def _array(place: Any, count: int) -> np.ndarray:
+        return np.ctypeslib.as_array((ctypes.c_int32 * count).from_address(place.data_ptr()))
+
+
+@pytest.mark.parametrize("ends_in", [0, 1])
+def test_what_cubs_sort_keeps_holds_no_memory(monkeypatch: pytest.MonkeyPatch, ends_in: int) -> None:
+    fake = SimpleNamespace(DoubleBuffer=FakeBuffer, deserialize=lambda stored: FakeSort(ends_in))
+    monkeypatch.setattr(sort._compat, "cuda_compute", lambda: fake)
+    monkeypatch.setattr(sort, "get_cache_manager", lambda key: SimpleNamespace(get_file=lambda name: __file__))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7))
+    radix = sort._RadixSort(torch.device("cpu"), torch.int32, torch.int32)
+    empty_like, spares = torch.empty_like, []
+
+    def noted(tensor: torch.Tensor) -> torch.Tensor:
+        spares.append(weakref.ref(spare := empty_like(tensor)))
+        return spare
+
+    monkeypatch.setattr(torch, "empty_like", noted)
+    for count in (1, 700, 701):
+        keys = torch.randint(0, 50, (count,), dtype=torch.int32)
+        values = torch.arange(count, dtype=torch.int32)
+        expected, order = torch.sort(keys, stable=True)
+        got, moved = radix(keys, values, 6)
+        assert torch.equal(got, expected) and torch.equal(moved, order.int())
+        assert (got is keys, moved is values) == (ends_in == 0,) * 2
+        held = [weakref.ref(tensor) for tensor in (keys, values)]
+        del keys, values, got, moved
+        assert [tensor() for tensor in held + spares] == [None] * len(held + spares)
 
 
 def test_a_sort_that_cannot_be_built_is_said_once_and_replaced(monkeypatch, caplog):

@@ -776,10 +776,8 @@ def test_a_step_takes_little_more_memory_than_fbgemms(ids: str) -> None:
     )
     for cls in (TritonTableBatchedEmbeddingBags, FBGEMM):
         module = bare(case, cls)
-        for _ in range(2):
-            out = module(indices, offsets)
-            out.backward(gradient)
-            del out
+        for _ in range(2):  # of a bag each, so that what is kept from call to call counts as the large step's
+            module(indices[: tables * length], offsets[: tables + 1]).backward(gradient[:1])
         torch.cuda.synchronize()
         gc.collect()
         start = torch.cuda.memory_allocated()

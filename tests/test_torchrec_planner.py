@@ -369,7 +369,7 @@ def test_state_counts_where_only_the_sharder_names_the_optimizer(device: str, ki
 def test_workspace_of_the_backward_counts(kind: str, lookups: list[int]) -> None:
     model = tables({"name": "t", "feature_names": ["f", "g"]})
     constraints = on_one_type(kind, "t", pooling_factors=[3.0, 5.0], min_partition=32)
-    for kernel, each in (("fused", 40), ("fused_triton", 18)):
+    for kernel, each in (("fused", 40), ("fused_triton", 26)):
         assert workspace(model, constraints, kernel) == [each * count for count in lookups]
 
 
@@ -378,7 +378,7 @@ def test_workspace_of_scaled_rows(pooling: PoolingType, weighted: bool, fused: i
     model = tables({"name": "t", "pooling": pooling}, {"name": "other"}, weighted=weighted)
     constraints = on_one_type("table_wise", "t", pooling_factors=[3.0], batch_sizes=[20])
     constraints |= on_one_type("row_wise", "other")
-    assert workspace(model, constraints) == [24 * 240]
+    assert workspace(model, constraints) == [30 * 240]
     assert workspace(model, constraints, "fused") == [fused * 240]
 
 
@@ -386,20 +386,33 @@ def test_workspace_of_a_feature_processed_collection_and_of_no_rows() -> None:
     """The processor weights its lookups, and a rank without rows of the table gets none."""
     inner = tables({"name": "t", "num_embeddings": 2}, weighted=True).ebc
     model = Model(FeatureProcessedEmbeddingBagCollection(inner, PositionWeightedModuleCollection({"f_t": 4})))
-    assert workspace(model, on_one_type("row_wise", "t", pooling_factors=[3.0])) == [24 * 30, 24 * 30, 0, 0]
+    assert workspace(model, on_one_type("row_wise", "t", pooling_factors=[3.0])) == [30 * 30, 30 * 30, 0, 0]
 
 
-def test_workspace_is_what_the_newest_report_measured() -> None:
+@pytest.mark.parametrize(
+    "side, kernel",
+    [
+        pytest.param(
+            "triton",
+            "fused_triton",
+            marks=pytest.mark.xfail(
+                strict=True,
+                reason="the report of commit 2dfb78a takes what CUB's sort kept of the call before, 16 or 24 bytes a "
+                "lookup, for memory that was in use before the backward",
+            ),
+        ),
+        ("fbgemm", "fused"),
+    ],
+)
+def test_workspace_is_what_the_newest_report_measured(side: str, kernel: str) -> None:
     """Of shapes large enough that a launch's own buffers are nothing beside it."""
     folder = Path(__file__).parents[1] / "docs" / "benchmarks"
     rows = json.loads(max(folder.glob("*.json")).read_text())["rows"]
     large = [row for row in rows if row["ids"] > 4_000_000]
     assert len(large) >= 5
     for row in large:
-        weighted = "weighted" in row["name"]
-        for side, kernel in (("triton", "fused_triton"), ("fbgemm", "fused")):
-            expected = backward_bytes(kernel, max(row["shape"]["dims"]), weighted)
-            assert row[side]["backward_bytes"] == pytest.approx(expected * row["ids"], rel=0.1), row
+        expected = backward_bytes(kernel, max(row["shape"]["dims"]), "weighted" in row["name"])
+        assert row[side]["backward_bytes"] == pytest.approx(expected * row["ids"], rel=0.1), row
 
 
 @pytest.mark.parametrize("how", ["make_planner", "stock"])

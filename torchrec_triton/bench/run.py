@@ -87,8 +87,12 @@ def host_time(call: Call, batch: Batch, grad: torch.Tensor) -> tuple[float, floa
     return (middle - start) * 1e6, (end - middle) * 1e6
 
 
-def peak_bytes(call: Call, batch: Batch, grad: torch.Tensor) -> tuple[float, float]:
-    """Most bytes that a forward (its output among them) and a backward take beyond what was there before each."""
+def peak_bytes(call: Call, batch: Batch, grad: torch.Tensor, small: Batch, small_grad: torch.Tensor) -> tuple[int, int]:
+    """Most bytes that a forward (its output among them) and a backward take beyond what was there before each.
+
+    A step of the batch `small` goes before: what a side keeps from call to call is little then, and so counts as taken.
+    """
+    call(small).backward(small_grad)
     peaks = []
     out = None
     for step in ("forward", "backward"):
@@ -156,8 +160,10 @@ def measure(
     times = interleave(calls, inputs, grad, counted, timer, UNCOUNTED)
     hosts = interleave(calls, inputs, grad, host_runs, host_time, UNCOUNTED)
     row["waits_for_device"] = timer.waits
+    few = replace(workload, batch=8)
+    small, small_grad = make_batch(few, 0, device), torch.randn(few.output_shape, device=device)
     for side in SIDES:
-        memory = peak_bytes(calls[side], inputs[0], grad)
+        memory = peak_bytes(calls[side], inputs[0], grad, small, small_grad)
         row[side] = {
             "forward": quantiles([f for f, _ in times[side]]),
             "backward": quantiles([b for _, b in times[side]]),

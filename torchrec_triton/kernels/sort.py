@@ -71,10 +71,11 @@ class _RadixSort:
             cache.put(compute.serialize(self._sort), name, binary=True)
 
     def __call__(self, keys: torch.Tensor, payload: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-        key_buffers = self._buffer(keys, torch.empty_like(keys))
-        payload_buffers = self._buffer(payload, torch.empty_like(payload))
+        given, spare = (keys, payload), (torch.empty_like(keys), torch.empty_like(payload))
+        key_places, payload_places = (self._buffer(_Place(g), _Place(s)) for g, s in zip(given, spare))
+        begin = key_places.current()
         sort = functools.partial(
-            self._sort, d_in_keys=key_buffers, d_out_keys=None, d_in_values=payload_buffers, d_out_values=None,
+            self._sort, d_in_keys=key_places, d_out_keys=None, d_in_values=payload_places, d_out_values=None,
             begin_bit=0, end_bit=bits, stream=_Stream(torch.cuda.current_stream(keys.device).cuda_stream),
         )  # fmt: skip
         size = keys.numel().bit_length()
@@ -82,8 +83,21 @@ class _RadixSort:
             if size not in self._scratch:
                 self._scratch[size] = sort(temp_storage=None, num_items=2**size - 1)
             scratch = keys.new_empty(max(1, self._scratch[size]), dtype=torch.uint8)
-            sort(temp_storage=scratch, num_items=keys.numel())
-        return key_buffers.current(), payload_buffers.current()
+            sort(temp_storage=_Place(scratch), num_items=keys.numel())
+        return given if key_places.current() is begin else spare
+
+
+class _Place:
+    """Where an array lies, as cuda.compute asks for it. Its sort keeps what it was given until the next call: with this
+    in place of the tensors their memory is free when the caller lets go of them."""
+
+    __slots__ = ("_address", "nbytes")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._address, self.nbytes = tensor.data_ptr(), tensor.nbytes
+
+    def data_ptr(self) -> int:
+        return self._address
 
 
 class _Stream:

@@ -13,15 +13,14 @@ from torchrec_triton.support import name_of
 
 
 def backward_bytes(kernel: str, dim: int, scaled: bool) -> float:
-    """Bytes that a backward on a GPU takes for each lookup: lists of runs and partial sums, or, where rows are scaled,
-    the sort and its wider payload.
+    """Bytes that a backward on a GPU takes for each lookup at its peak: sorted lookups, lists of runs, partial sums.
 
-    Peaks of docs/benchmarks/2026-12-01-h200.json; a test holds them against the newest report there. Without cuda-cccl
-    the sort of `fused_triton` takes what FBGEMM's does.
+    FBGEMM's are peaks of docs/benchmarks/2026-12-01-h200.json; a test holds both against the newest report there.
+    Without cuda-cccl the sort of `fused_triton` takes what FBGEMM's does.
     """
     if kernel == FUSED:
         return 56 if scaled else 40
-    return 24 if scaled else 16 + min(dim, 128) / 32
+    return (28 if scaled else 24) + min(dim, 128) / 32
 
 
 class StorageEstimator(EmbeddingStorageEstimator):
