@@ -3,8 +3,8 @@
 The files are day_N_dense.npy (float32, 13 columns), day_N_sparse.npy (int32, 26) and day_N_labels.npy (int32, 1), as
 torchrec.datasets.scripts.npy_preproc_criteo writes them from the logs. Who has none makes small random ones:
 
-    python examples/criteo.py data/criteo --days 2 --samples 20000
-    torchrec-triton ab --config configs/ab_criteo.yaml --output out
+    python examples/criteo.py data/criteo --days 24 --samples 20000
+    torchrec-triton ab --config configs/ab_criteo.yaml --output out    # takes 30 GB of GPU memory; fewer rows, less
 """
 
 from __future__ import annotations

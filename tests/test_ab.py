@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from html.parser import HTMLParser
 from itertools import islice, pairwise
 from pathlib import Path
@@ -27,10 +28,11 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.sharding_plan import column_wise, construct_module_sharding_plan, row_wise, table_wise
 from torchrec.distributed.types import ShardingPlan
 
+from torchrec_triton.ab import arm as arm_module
 from torchrec_triton.ab import compare as compare_module
 from torchrec_triton.ab import report as reports
 from torchrec_triton.ab.arm import Arm, Feed, in_step, place
-from torchrec_triton.ab.compare import _differences, _largest, _ratio, compare
+from torchrec_triton.ab.compare import _covered, _differences, _largest, _ratio, compare
 from torchrec_triton.ab.model import fill
 from torchrec_triton.ab.run import run
 from torchrec_triton.ab.sources import open_source
@@ -114,7 +116,8 @@ def test_what_is_measured_adds_up(fused_report):
     assert arm["step_ms"]["p50"] <= arm["step_ms"]["p90"] <= arm["step_ms"]["p99"]
     assert min(arm["phase_ms"].values()) > 0 and sum(arm["phase_ms"].values()) < 3 * arm["step_ms"]["p90"]
     assert arm["examples_per_second"] == pytest.approx(2 * 8 / arm["step_ms"]["mean"] * 1e3)
-    assert arm["profile"]["collective_ms"] > 0  # gloo's operations between two ranks
+    # gloo's operations between two ranks: they overlap, and take no longer than the steps
+    assert 0 < arm["profile"]["collective_ms"] < 10 * arm["step_ms"]["p99"]
     assert arm["peak_memory_mb"] is None  # a CPU
     low, high = fused_report["speed_ratio"]["p50"]["interval"]
     assert low <= fused_report["speed_ratio"]["p50"]["value"] <= high
@@ -271,6 +274,26 @@ def test_a_table_in_unified_memory_stays_there(monkeypatch, changes):
         "three": ("fused", "fused_triton"),
     }
     assert report["tables"][0]["B"]["reasons"] == ["the plan has fused_uvm_caching"]
+
+
+def test_auto_chooses_for_the_tables_as_they_lie_in_a_frozen_plan(monkeypatch):
+    """Which kernel is faster depends on the sharding type, so B's planner may choose among A's types only."""
+    asked = []
+    original = arm_module.make_planner
+
+    def noted(kernels: Any, topology: Any, **keywords: Any) -> Any:
+        constraints = keywords["constraints"]
+        asked.append((set(kernels.values()), {name: c.sharding_types for name, c in constraints.items()}))
+        return original(kernels, topology, **keywords)
+
+    monkeypatch.setattr(arm_module, "make_planner", noted)
+    config = build(Config, with_changes(steps=8))
+    with place() as here:
+        report = compare(config, here, open_source(config), lambda *_: None)
+    (baseline, of_a), (auto, of_b) = asked
+    assert (baseline, auto) == ({"fused"}, {"auto"}) and all(len(kinds) > 1 for kinds in of_a.values())
+    assert of_b == {table["name"]: [table["A"]["sharding"]] for table in report["tables"]}
+    assert {table["B"]["kernel"] for table in report["tables"]} == {"fused_triton"}
 
 
 @pytest.mark.parametrize("mode", ["train", "ab"])
@@ -457,6 +480,7 @@ def test_a_wrong_source_is_told(changes, parts):
             ["one: sharding row_wise", "on cpu", "table_wise, column_wise"],
         ),
         ({"steps": 5}, ["5 steps", "ab.warmup (2)", "leave 1"]),
+        ({"optimizer__name": "ADAM"}, ["optimizer.name", "CPU kernels have no ADAM", "EXACT_SGD"]),
     ],
 )
 def test_a_wrong_run_is_told(changes, parts):
@@ -556,6 +580,11 @@ def test_what_was_not_measured_is_said(fused_report):
     verdict = reports.judge(fused_report, Limits(memory_ratio=1.1))
     assert verdict["passed"] and "not measured here: memory_ratio" in verdict["line"]
     assert verdict["checks"][0]["passed"] is None
+
+
+def test_a_pass_without_limits_says_that_nothing_was_checked(fused_report):
+    verdict = reports.judge(fused_report, Limits())
+    assert verdict["passed"] and not verdict["checks"] and "nothing was checked, because ab.limits" in verdict["line"]
 
 
 def test_an_arm_is_named_by_what_its_tables_ask_for_and_get(fused_report):
@@ -752,6 +781,26 @@ def test_ranks_with_other_batches_to_evaluate_are_told():
             assert words in told
 
 
+def is_there_at_the_end(path: str, output: str) -> tuple[int, bool]:
+    """Of a rank: the exit status, and whether the page had been written by then. Rank 0 takes long to write it."""
+    write = reports.write
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reports, "write", lambda *args: (time.sleep(2), write(*args)))
+        return run("ab", path, Path(output)), (Path(output) / "report.html").exists()
+
+
+def test_no_rank_ends_before_the_report_of_a_failure_is_there(tmp_path):
+    """A launcher kills the other ranks when one ends with 1."""
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(with_changes(compute_kernel="fused", ab__limits={"speed_ratio": 1000})))
+    assert ranks(2).run(is_there_at_the_end, str(path), str(tmp_path / "out")) == [(1, True)] * 2
+
+
+def test_time_that_spans_cover_counts_once():
+    assert _covered([]) == 0
+    assert _covered([(5, 6), (0, 2), (1, 3), (1, 2), (3, 4)]) == 5
+
+
 UNEVEN_SOURCE = """
 from itertools import islice
 
@@ -857,6 +906,18 @@ def test_training_by_a_plan_on_file_and_from_a_checkpoint(tmp_path, capsys):
     assert "table one is [50, 8] in the plan, and [51, 8] (rows, dim)" in capsys.readouterr().err
     assert run("train", str(path), tmp_path / "three", 0, None, None, tmp_path) == 2
     assert "there is no checkpoint" in capsys.readouterr().err
+    path.write_text(yaml.safe_dump(with_changes(compute_kernel="fused", ab__plan="replan")))
+    assert run("ab", str(path), tmp_path / "three", 0, plans[1]) == 2
+    assert "ab.plan: replan makes a plan for each arm" in capsys.readouterr().err
+    path.write_text(yaml.safe_dump(with_changes(compute_kernel="auto")))
+    text = plans[1].read_text()
+    for old, new, words in (
+        ('"embeddings"', '"ebc"', "of the module(s) ebc"),
+        ('"fused"', '"quant"', "table one has quant in the plan, which never trains"),
+    ):
+        plans[1].write_text(text.replace(old, new))
+        assert run("train", str(path), tmp_path / "three", 0, plans[1]) == 2
+        assert words in capsys.readouterr().err
 
 
 def trained(content: dict[str, Any], folder: Path, *more: Any) -> list[float]:
@@ -887,6 +948,7 @@ def test_a_checkpoint_of_something_else_is_told(tmp_path, capsys):
         ),
         ({"model__hidden": [4]}, "is [8] in it, and [4] here"),
         ({"optimizer__name": "EXACT_ADAGRAD"}, "one.momentum1 is [50] in it, and [50, 8] here"),
+        ({"optimizer__name": "EXACT_SGD"}, "one.momentum1, and the configuration has not"),
     ):
         capsys.readouterr()
         path.write_text(yaml.safe_dump(with_changes(compute_kernel="fused", **changes)))

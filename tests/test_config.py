@@ -66,6 +66,17 @@ def test_the_first_matching_rule_decides(read):
     assert config.kernels() == {"user": "fused", "item_a": "fused_triton"}
 
 
+def test_a_name_with_the_signs_of_a_pattern_is_a_name(read):
+    rules = "[{tables: 'a[0]', compute_kernel: fused}]"
+    config = read(f"model: {{tables: [{{name: 'a[0]', rows: 3, dim: 4}}]}}\nrules: {rules}")
+    assert config.kernels() == {"a[0]": "fused"}
+
+
+def test_keys_can_be_taken_from_another_mapping(read):
+    config = read("model: {tables: [&first {name: a, rows: 3, dim: 4}, {<<: *first, name: b}]}")
+    assert [(table.name, table.rows) for table in config.model.tables] == [("a", 3), ("b", 3)]
+
+
 def test_numbers_without_a_dot_before_the_exponent_are_numbers(read):
     assert read(SMALLEST + "optimizer: {eps: 1e-6, learning_rate: 1}\n").optimizer.eps == 1e-6
 
@@ -155,6 +166,11 @@ def test_every_name_is_fbgemms():
         ),
         ("model: {tables: [{name: a, rows: 3, dim: 4, features: [f, f]}]}", ["features", "'f'", "more than once"]),
         ("model: {tables: [}", ["run.yaml", "line 1"]),
+        ("model: {tables: []}", ["model.tables", "at least one"]),
+        ("model: {hidden: [], tables: [{name: a, rows: 3, dim: 4}]}", ["model.hidden", "at least one"]),
+        ("model: {tables: [{name: a.b, rows: 3, dim: 4}]}", ["model.tables: name", "'a.b'", "without a dot"]),
+        ("model: {tables: [{name: '', rows: 3, dim: 4}]}", ["model.tables: name", "''"]),
+        (SMALLEST + "steps: 3\nseed: 1\nsteps: 4", ["steps", "more than once", f"line {SMALLEST.count(chr(10)) + 3}"]),
     ],
 )
 def test_a_wrong_file_is_told_the_key_and_what_is_allowed(read, text, parts):

@@ -63,12 +63,16 @@ def unwritten_memory_is_nan() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.fixture(autouse=True, params=["one bucket", "few", "many"])
-def ways_through_the_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Classes of runs share launches where lookups are few, and tables of all widths where they are fewer still."""
-    if request.param != "one bucket":
-        sizes = {"few_elements": 0} | ({"few": 0} if request.param == "many" else {})
+    taken = getattr(request, "param", "one bucket")
+    if taken != "one bucket":
+        sizes = {"few_elements": 0} | ({"few": 0} if taken == "many" else {})
         monkeypatch.setattr(tuning, "TILES", replace(tuning.TILES, **sizes))
+
+
+every_way = pytest.mark.parametrize("way", ["one bucket", "few", "many"], indirect=True)
 
 
 def one_table(rows: int, dim: int, ids: list[int], offsets: list[int], device: Any, **options: Any) -> tuple[Any, Any]:
@@ -95,7 +99,8 @@ OPTIMIZERS = st.one_of(
 DECAYING = st.sampled_from(("L2", "DECOUPLE")).map(lambda mode: {"weight_decay": 0.25, "weight_decay_mode": mode})
 
 
-@settings(max_examples=60)
+@every_way
+@settings(max_examples=40)
 @given(case=cases(), options=OPTIMIZERS | DECAYING, stochastic=st.booleans())
 def test_two_steps_of_any_batch_match_the_reference(case: Case, options: dict[str, Any], stochastic: bool) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -115,7 +120,8 @@ def test_two_steps_of_any_batch_match_the_reference(case: Case, options: dict[st
         check_update(case, batch, before, contents(module), exact, stochastic)
 
 
-@settings(max_examples=25)
+@every_way
+@settings(max_examples=15)
 @given(case=cases(precisions=("FP32",), output_dtypes=("FP32",), pruned=False, min_batch=1), options=OPTIMIZERS)
 def test_three_steps_of_any_batch_match_fbgemm(case: Case, options: dict[str, Any]) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -138,6 +144,7 @@ def test_three_steps_of_any_batch_match_fbgemm(case: Case, options: dict[str, An
 # --- sizes at the edge -----------------------------------------------------------------------------------------------
 
 
+@every_way
 @pytest.mark.parametrize("rows", [(0,), (0, 5), (5, 0, 3), (1,), (1, 1, 1)])
 @pytest.mark.parametrize("bags", [0, 1, 3])
 @pytest.mark.parametrize("length", [0, 2])
@@ -155,6 +162,7 @@ def test_empty_tables_batches_and_bags(rows: tuple[int, ...], bags: int, length:
     assert [state[0].shape for state in module.split_optimizer_states()] == [(count,) for count in rows]
 
 
+@every_way
 @pytest.mark.parametrize("vbe", [False, True])
 def test_ids_without_bags_update_nothing(vbe: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     module = build(Case(rows=(5,), dims=(8,), feature_table_map=(0,), lengths=(2,)), device, strict=True)
@@ -172,6 +180,7 @@ def test_ids_without_bags_update_nothing(vbe: bool, device: torch.device, monkey
     assert same_bits(contents(module), before)
 
 
+@every_way
 @pytest.mark.parametrize("dim", [4, 16, 20, 124, 252, 516, 1024, 1028, 1280, 2048, 4096])
 @pytest.mark.parametrize("precision", DTYPES)
 def test_any_width(dim: int, precision: str, device: torch.device) -> None:
@@ -194,6 +203,7 @@ def test_any_width(dim: int, precision: str, device: torch.device) -> None:
     check_update(case, batch, before, contents(module), exact=True)
 
 
+@every_way
 @pytest.mark.parametrize("tables", [2, 3, 4, 31, 33, 64, 65])
 def test_any_number_of_tables(tables: int, device: torch.device) -> None:
     bags = 1 if tables > 31 else 2
@@ -227,6 +237,7 @@ def test_the_last_row_at_any_total_of_rows(total: int, device: torch.device) -> 
 
 
 # Lengths around the borders of the classes of runs: one, few, a block of lookups, several blocks.
+@every_way
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 31, 32, 33, 127, 128, 129, 255, 256, 257, 385, 513, 1025])
 @pytest.mark.parametrize("bags", [1, 2])
 def test_a_row_with_any_number_of_occurrences(length: int, bags: int, device: torch.device) -> None:
@@ -237,6 +248,7 @@ def test_a_row_with_any_number_of_occurrences(length: int, bags: int, device: to
     check_update(case, batch, before, contents(module), exact=True)
 
 
+@every_way
 @pytest.mark.parametrize("dim, seed", [(4, 0), (4, 1), (132, 2)])
 def test_runs_of_every_length_at_any_place_in_a_block(dim: int, seed: int, device: torch.device) -> None:
     lengths = torch.tensor(
@@ -254,6 +266,7 @@ def test_runs_of_every_length_at_any_place_in_a_block(dim: int, seed: int, devic
     check_update(case, batch, before, contents(module), exact=True)
 
 
+@every_way
 @pytest.mark.parametrize("weighted", [False, True])
 def test_runs_of_many_blocks_beside_short_ones(weighted: bool, device: torch.device) -> None:
     # 12,288 occurrences of one row and, around them in the sorted order, runs that begin and end inside a block.
@@ -333,6 +346,7 @@ def test_a_long_bag_of_fp32_rows_keeps_its_digits(length: int, error: float, dev
 # --- numbers worked out by hand ---------------------------------------------------------------------------------------
 
 
+@every_way
 def test_an_id_that_occurs_twice_is_updated_once(device: torch.device) -> None:
     module, batch = one_table(4, 4, [1, 1, 2], [0, 2, 3], device, learning_rate=0.1)
     for state, weight in ((4.0, 0.9), (8.0, 0.82928932)):
@@ -342,6 +356,7 @@ def test_an_id_that_occurs_twice_is_updated_once(device: torch.device) -> None:
         torch.testing.assert_close(tables[0][:, 3].cpu(), torch.tensor([1.0, weight, weight, 1.0]))
 
 
+@every_way
 @pytest.mark.parametrize(
     "mode, expected, state",
     [
@@ -359,6 +374,7 @@ def test_weight_decay(mode: str, expected: list[float], state: float, device: to
     torch.testing.assert_close(states[0].cpu(), torch.tensor([state, 0.0]))
 
 
+@every_way
 @pytest.mark.parametrize("clipped, state", [(True, 4.0), (False, 100.0)])
 def test_gradients_are_clipped_before_they_are_summed(clipped: bool, state: float, device: torch.device) -> None:
     module, batch = one_table(2, 4, [1, 1], [0, 1, 2], device, gradient_clipping=clipped, max_gradient=1.0)
@@ -368,6 +384,7 @@ def test_gradients_are_clipped_before_they_are_summed(clipped: bool, state: floa
     assert weights.grad.tolist() == ([4.0, 4.0] if clipped else [20.0, 20.0])
 
 
+@every_way
 def test_a_mean_over_a_bag_and_over_an_empty_bag(device: torch.device) -> None:
     case = Case(rows=(3,), dims=(4,), feature_table_map=(0,), lengths=(), mean=True)
     module = build(case, device, strict=True, learning_rate=0.1, eps=0.0)
@@ -392,12 +409,14 @@ def test_two_backward_passes_are_two_updates(device: torch.device) -> None:
     assert contents(module).states[0].tolist() == [0.0, 2.0]
 
 
+@every_way
 def test_a_row_without_gradient_under_eps_zero_stays(device: torch.device) -> None:
     module, batch = one_table(2, 4, [1], [0, 1], device)
     module(*batch).backward(bag_gradient([0.0], 4, device))
     assert contents(module).tables[0].eq(1.0).all() and contents(module).states[0].eq(0.0).all()
 
 
+@every_way
 def test_nan_and_infinity_stay_in_their_rows_and_bags(device: torch.device) -> None:
     module, _ = one_table(40, 20, [], [0], device)
     module.split_embedding_weights()[0][0] = torch.inf
@@ -445,6 +464,7 @@ def test_stochastic_rounding_is_unbiased(precision: str, start: float, fraction:
         assert share.std() > 0.3 * (p * (1 - p) / 64) ** 0.5
 
 
+@every_way
 def test_stochastic_rounding_follows_the_seed_and_differs_between_steps(device: torch.device) -> None:
     def run(seed: int) -> list[torch.Tensor]:
         torch.manual_seed(seed)
@@ -461,6 +481,7 @@ def test_stochastic_rounding_follows_the_seed_and_differs_between_steps(device: 
     assert not torch.equal(first[0], other[0]) and not torch.equal(first[0], first[1])
 
 
+@every_way
 @pytest.mark.parametrize("precision", ["FP16", "BF16"])
 def test_rounding_to_nearest_on_request(precision: str, device: torch.device) -> None:
     case = Case(rows=(4,), dims=(64,), feature_table_map=(0,), lengths=(), weights_precision=precision)
@@ -474,6 +495,7 @@ def test_rounding_to_nearest_on_request(precision: str, device: torch.device) ->
 # --- determinism and state of a call ---------------------------------------------------------------------------------
 
 
+@every_way
 @pytest.mark.parametrize("case", KINDS)
 @pytest.mark.parametrize("precision", ["FP32", "FP16"])
 def test_the_same_inputs_give_the_same_bits(case: Case, precision: str, device: torch.device) -> None:
@@ -512,6 +534,7 @@ def test_two_forwards_then_two_backwards(case: Case, first: int, device: torch.d
         check_update(case, batches[number], before, contents(module), exact=True)
 
 
+@every_way
 def test_storage_may_be_replaced_between_forward_and_backward(device: torch.device) -> None:
     module = build(PLAIN, device, strict=True)
     before, batch = contents(module), make_batch(PLAIN, device)
@@ -573,6 +596,7 @@ def layouts(gradient: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
+@every_way
 @pytest.mark.parametrize("layout", ["transposed", "column slice", "row slice", "shifted by one element"])
 @pytest.mark.parametrize("output_dtype", ["FP32", "FP16"])
 def test_a_gradient_of_any_layout(layout: str, output_dtype: str, device: torch.device) -> None:
@@ -669,6 +693,7 @@ class _ScaleInPlace(torch.autograd.Function):
         return grad.mul_(3)
 
 
+@every_way
 @pytest.mark.parametrize("mask", [[0, 1, 1], [1, 0, 0], [0, 0, 0]])
 @pytest.mark.parametrize("case", [WEIGHTED, replace(VBE, weighted=True)])
 def test_the_mask_of_features_is_for_the_weight_gradient_alone(
@@ -860,6 +885,7 @@ def test_an_id_out_of_range_reads_no_row_when_nothing_is_checked(variable: bool,
     assert moved == [[False, True, False], [False, False, True]]
 
 
+@every_way
 @pytest.mark.parametrize("mode", ["WARNING", "IGNORE", "NONE"])
 @pytest.mark.parametrize("rows", [(0, 3), (3, 0)])
 def test_an_id_of_a_table_without_rows_reads_and_updates_nothing(
@@ -893,6 +919,7 @@ def test_an_id_out_of_range_is_an_error_in_fatal_mode(mode: str, variable: bool,
         )
 
 
+@every_way
 @pytest.mark.parametrize("mode", ["WARNING", "IGNORE", "NONE"])
 def test_pruned_ids_add_nothing_and_update_nothing(mode: str, device: torch.device) -> None:
     case = replace(WEIGHTED, pruned=True)
@@ -964,6 +991,7 @@ def test_an_id_is_judged_by_the_table_that_reads_it_whatever_the_offsets(
         assert torch.equal(out[4 * feature :][:4], (end - begin) * row)
 
 
+@every_way
 @pytest.mark.parametrize("offsets", [[0, 3, 2], [0, 5, 4], [-1, 2, 3], [0, 2, 99], [3, 0, 0], [2, 2, 2]])
 def test_offsets_that_are_not_checked_never_reach_outside(offsets: list[int], device: torch.device) -> None:
     module = two_tables(device, strict=True, bounds_check_mode="NONE")
@@ -1118,6 +1146,7 @@ def test_compiled_equals_eager(device: torch.device) -> None:
     assert same_bits(contents(eager), contents(compiled))
 
 
+@every_way
 @pytest.mark.parametrize("optimizer", [OptimType.EXACT_SGD, OptimType.EXACT_ROWWISE_ADAGRAD])
 def test_clipping_keeps_nan_where_it_is(optimizer: Any, device: torch.device) -> None:
     module = TritonTableBatchedEmbeddingBags(

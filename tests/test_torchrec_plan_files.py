@@ -90,7 +90,7 @@ def test_a_plan_in_the_planners_hands(tmp_path: Path) -> None:
     topology = Topology(world_size=4, local_world_size=2, compute_device="cuda")
     constraints = constraints_of(config)
     constraints["product"] = ParameterConstraints(sharding_types=["grid_shard"], pooling_factors=[1.0, 50.0])
-    planner = make_planner(topology, "fused", constraints=constraints, debug=False)
+    planner = make_planner("fused", topology, constraints=constraints, debug=False)
     plan = planner.plan(model_of(config), [PlanningSharder()])
     swapped = with_compute_kernel(plan, {"product": "fused_triton"})
     save_plan(swapped, tmp_path / "plan.json")
@@ -151,6 +151,9 @@ TABLE = {
         ({"compute_kernel": "foo"}, "'foo' is none of dense, fused, "),
         ({"compute_kernel": None}, "missing .* 'compute_kernel'"),
         ({"ranks": "x"}, "ranks: 'x' is no list of ranks"),
+        ({"ranks": []}, "ranks: at least one is needed"),
+        ({"ranks": [1]}, r"placement rank:0/cpu is on none of the ranks \[1\]"),
+        ({"sharding_spec": [{"offsets": [5, 0], "sizes": [10, 8], "placement": "rank:0/cpu"}]}, "leave a part"),
         ({"sharding_spec": None}, "sharding_spec is missing"),
         ({"sharding_spec": [{"offsets": [0, 0], "sizes": [10, 8], "placement": "nonsense"}]}, "nonsense"),
         ({"sharding_spec": [{"offsets": [0, 0], "placement": "rank:0/cpu"}]}, "there is no 'sizes'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -76,9 +77,9 @@ def on_one_type(kind: str, *names: str, **constraint: Any) -> dict[str, Paramete
     return {name: ParameterConstraints(sharding_types=[kind], **constraint) for name in names}
 
 
-def planned(model: nn.Module, topology: Topology = CUDA, *args: Any, **kwargs: Any) -> ShardingPlan:
+def planned(model: nn.Module, topology: Topology = CUDA, choice: Any = "auto", **kwargs: Any) -> ShardingPlan:
     the_sharders = kwargs.pop("sharders", None) or sharders()
-    return make_planner(topology, *args, debug=False, **kwargs).plan(model, the_sharders)
+    return make_planner(choice, topology, debug=False, **kwargs).plan(model, the_sharders)
 
 
 # --- while planning --------------------------------------------------------------------------------------------------
@@ -265,9 +266,9 @@ def test_search_is_as_large_as_before(count: int) -> None:
     apply_optimizer_in_backward(RowWiseAdagrad, model.parameters(), {"lr": 0.1})
     stock = options(EmbeddingShardingPlanner(CUDA, debug=False), model, [EmbeddingBagCollectionSharder(ADAGRAD)])
     begun = time.perf_counter()
-    assert options(make_planner(CUDA, "fused", debug=False), model, sharders()) == stock
+    assert options(make_planner("fused", CUDA, debug=False), model, sharders()) == stock
     assert time.perf_counter() - begun < 60
-    ours = options(make_planner(CUDA, "auto", debug=False), model, sharders())
+    ours = options(make_planner("auto", CUDA, debug=False), model, sharders())
     assert [(o[0], o[1], o[2].replace("fused_triton", "fused"), o[3], o[5]) for o in ours] == [
         (*o[:4], o[5]) for o in stock
     ]
@@ -286,7 +287,7 @@ def test_planning_takes_no_longer_and_proposes_no_more() -> None:
         return min(seconds), planner._num_proposals
 
     stock_seconds, stock_proposals = planning(EmbeddingShardingPlanner, [EmbeddingBagCollectionSharder(ADAGRAD)])
-    seconds, proposals = planning(make_planner, sharders())
+    seconds, proposals = planning(functools.partial(make_planner, "auto"), sharders())
     assert proposals == stock_proposals and seconds < 1.4 * stock_seconds
 
 
@@ -296,7 +297,7 @@ def test_output_dtype_of_one_table_in_outputs_and_estimates() -> None:
     constraints = on_one_type("table_wise", "a", output_dtype=DataType.FP16) | on_one_type("table_wise", "b")
     the_sharders = sharders(output_dtype=SparseType.FP32)
     cpu = Topology(world_size=1, compute_device="cpu")
-    planner = make_planner(cpu, "fused_triton", constraints=constraints, debug=False)
+    planner = make_planner("fused_triton", cpu, constraints=constraints, debug=False)
     stored = {o.name: o.total_storage.ddr for o in planner._enumerator.enumerate(model, the_sharders)}
     assert stored["b"] - stored["a"] == 512 * 64 * 2  # samples, dim, bytes
     with place() as here:
@@ -326,7 +327,7 @@ def workspace(model: nn.Module, constraints: Any, kernel: str = "fused_triton") 
     inner = sharders(optimizer=EmbOptimType.EXACT_SGD)[0]
     both = [inner, TritonFeatureProcessedEmbeddingBagCollectionSharder(inner)]
     counted, torchrecs = (
-        shard_bytes(make_planner(four, choice, **keys), model, both)
+        shard_bytes(make_planner(choice, four, **keys), model, both)
         for choice in ({"t": kernel, "*": "auto"}, "fused")  # the latter leaves TorchRec's planner as it is
     )
     return [a - b for a, b in zip(counted, torchrecs, strict=True)]
@@ -350,7 +351,7 @@ def test_state_counts_where_only_the_sharder_names_the_optimizer(device: str, ki
     for fused_params, bytes_a_row in ((ADAGRAD, 4), ({"optimizer": EmbOptimType.EXACT_SGD}, 0), ({}, 0)):
         before = shard_bytes(stock, tables({"name": "t"}), [EmbeddingBagCollectionSharder(fused_params)])
         ours = [TritonEmbeddingBagCollectionSharder(fused_params)]
-        after = shard_bytes(make_planner(topology, **keys), tables({"name": "t"}), ours)
+        after = shard_bytes(make_planner("auto", topology, **keys), tables({"name": "t"}), ours)
         assert [b - a for a, b in zip(before, after, strict=True)] == [bytes_a_row * count + rest for count in rows]
 
 
@@ -418,7 +419,8 @@ def test_workspace_is_what_the_newest_report_measured(side: str, kernel: str) ->
 @pytest.mark.parametrize("how", ["make_planner", "stock"])
 def test_no_tie_between_the_kernels(how: str) -> None:
     """Equal cost would leave the choice to the order of a hash."""
-    planner = make_planner(CUDA, debug=False) if how == "make_planner" else EmbeddingShardingPlanner(CUDA, debug=False)
+    stock = how == "stock"
+    planner = EmbeddingShardingPlanner(CUDA, debug=False) if stock else make_planner("auto", CUDA, debug=False)
     offered = {o[2] for o in options(planner, tables({"name": "t"}), sharders()) if o[1] == "table_wise"}
     assert "fused_triton" in offered and "fused" not in offered
 
@@ -473,7 +475,7 @@ def test_constraints_and_fused_params_are_left_alone() -> None:
 )
 def test_unknown_kernel(choice: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"{message}.*; allowed: fused_triton, fused, auto"):
-        make_planner(CUDA, choice)
+        make_planner(choice, CUDA)
     with pytest.raises(ValueError, match="allowed: fused_triton, fused, auto"):
         with_compute_kernel(ShardingPlan({}), choice)
 
@@ -499,7 +501,7 @@ config = EmbeddingBagConfig(name="t", num_embeddings=100, embedding_dim=64, feat
 model = torch.nn.ModuleDict({"ebc": EmbeddingBagCollection(tables=[config], device=torch.device("meta"))})
 constraints = {"t": ParameterConstraints(sharding_types=["row_wise"])}
 topology = Topology(world_size=8, compute_device="cuda")
-plan = make_planner(topology, constraints=constraints, debug=False).plan(model, [Sharder()])
+plan = make_planner("auto", topology, constraints=constraints, debug=False).plan(model, [Sharder()])
 assert plan.plan["ebc"]["t"].compute_kernel == "fused_triton"
 assert not [name for name in sys.modules if name.startswith(("torchrec_triton.kernels", "torchrec_triton.module"))]
 """

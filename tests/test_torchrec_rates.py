@@ -9,6 +9,7 @@ import itertools
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import time
@@ -281,7 +282,7 @@ TINY, HUGE, BOTH = {"num_embeddings": 2}, {"num_embeddings": 10**7}, ("fused_tri
 def chosen(rates: Path | None, model: nn.Module, batch_size: int = 512, **more: Any) -> dict[str, str]:
     topology = more.pop("topology", CUDA)
     planner = make_planner(
-        topology, more.pop("choice", "auto"), rates=rates, batch_size=batch_size, debug=False, **more
+        more.pop("choice", "auto"), topology, rates=rates, batch_size=batch_size, debug=False, **more
     )
     return kernels(planner.plan(model, sharders()))
 
@@ -340,7 +341,7 @@ def test_data_types_and_weights_of_tables_are_seen(rates: Path) -> None:
 
     def predicted(weighted: bool = False, **config: Any) -> float:
         constraints = constrained(1, pooling_factors=[500.0])
-        planner = make_planner(CUDA, rates=rates, batch_size=4096, constraints=constraints, debug=False)
+        planner = make_planner("auto", CUDA, rates=rates, batch_size=4096, constraints=constraints, debug=False)
         planner.plan(tables({"num_embeddings": 10**6, **config}, weighted=weighted), sharders())
         (report,) = planner.explain()
         return sum(report.milliseconds["fused"])
@@ -353,7 +354,7 @@ def test_data_types_and_weights_of_tables_are_seen(rates: Path) -> None:
 def test_what_the_kernel_makes_of_a_cost(rates: Path) -> None:
     """TorchRec's time of `fused` times the measured ratio; communication and every other kernel are TorchRec's own."""
     model = tables(*({"num_embeddings": 10**6, "embedding_dim": 128} for _ in range(2)))
-    ours = make_planner(CUDA, rates=rates, debug=False)
+    ours = make_planner("auto", CUDA, rates=rates, debug=False)
     stock = EmbeddingShardingPlanner(CUDA, debug=False)
     found = {(o.name, o.sharding_type, o.compute_kernel): o for o in ours._enumerator.enumerate(model, sharders())}
     theirs = stock._enumerator.enumerate(model, [EmbeddingBagCollectionSharder(ADAGRAD)])
@@ -391,7 +392,8 @@ constraints = {{
     for i in range(2, 12, 2)
 }}
 for batch_size in (64, 8192):
-    planner = make_planner(CUDA, rates={str(rates)!r}, constraints=constraints, batch_size=batch_size, debug=False)
+    keywords = dict(rates={str(rates)!r}, constraints=constraints, batch_size=batch_size, debug=False)
+    planner = make_planner("auto", CUDA, **keywords)
     save_plan(planner.plan(model, sharders()), sys.argv[1] + str(batch_size))
 """
     plans = []
@@ -422,7 +424,7 @@ def test_on_an_unknown_gpu_kernels_compare_as_on_a_known_one(rates: Path, monkey
     assert chosen(None, model, constraints=constraints)["t0"] == "fused"
     options = {}
     for planner in (
-        make_planner(CUDA, constraints=constraints),
+        make_planner("auto", CUDA, constraints=constraints),
         EmbeddingShardingPlanner(CUDA, constraints=constraints),
     ):
         for option in planner._enumerator.enumerate(model, [EmbeddingBagCollectionSharder(ADAGRAD)]):
@@ -438,7 +440,7 @@ def test_a_configuration_says_it_all(rates: Path) -> None:
         for names, expected in (("a", {"a": kernel}), ("b", {"b": "fused_triton"})):
             model = Model(tables=tuple(Table(name=name, **table) for name in names))
             config = Config(model=model, rules=rules if "b" in names else (), data=Data(batch_size=batch_size))
-            plan = make_planner(CUDA, config, rates=rates, debug=False).plan(model_of(config), sharders())
+            plan = make_planner(config, CUDA, rates=rates, debug=False).plan(model_of(config), sharders())
             assert kernels(plan) == expected
             assert {sharding.sharding_type for sharding in plan.plan["embeddings"].values()} == {"row_wise"}
 
@@ -448,7 +450,7 @@ def test_the_report_of_a_plan(rates: Path, caplog: pytest.LogCaptureFixture) -> 
     constraints = constrained(4, "row_wise", pooling_factors=[10.0])
     constraints["t1"] = ParameterConstraints(sharding_types=["table_wise"], pooling_factors=[3000.0])
     constraints["t3"] = ParameterConstraints(sharding_types=["data_parallel"])
-    planner = make_planner(CUDA, rates=rates, constraints=constraints, debug=False)
+    planner = make_planner("auto", CUDA, rates=rates, constraints=constraints, debug=False)
     with caplog.at_level(logging.INFO, "torchrec_triton"):
         plan = planner.plan(model, sharders())
     reports = {report.table: report for report in planner.explain()}
@@ -495,7 +497,7 @@ def test_the_search_is_no_larger(rates: Path, count: int) -> None:
     model = tables(*({"num_embeddings": 10 ** (1 + i % 6)} for i in range(count)))
     theirs = EmbeddingShardingPlanner(CUDA, debug=False)
     before = theirs._enumerator.enumerate(model, [EmbeddingBagCollectionSharder(ADAGRAD)])
-    ours = make_planner(CUDA, rates=rates, debug=False)
+    ours = make_planner("auto", CUDA, rates=rates, debug=False)
     begun = time.perf_counter()
     options = ours._enumerator.enumerate(model, sharders())
     assert time.perf_counter() - begun < 30
@@ -508,7 +510,7 @@ def test_the_search_is_no_larger(rates: Path, count: int) -> None:
 def test_planning_tries_no_more(rates: Path) -> None:
     """By count of proposals: with 26 and 300 tables on one host, planning took 1.02 and 1.1 times TorchRec's time."""
     model = tables(*({"num_embeddings": 10 ** (1 + i % 6)} for i in range(26)))
-    theirs, ours = EmbeddingShardingPlanner(CUDA, debug=False), make_planner(CUDA, rates=rates, debug=False)
+    theirs, ours = EmbeddingShardingPlanner(CUDA, debug=False), make_planner("auto", CUDA, rates=rates, debug=False)
     theirs.plan(model, [EmbeddingBagCollectionSharder(ADAGRAD)])
     ours.plan(model, sharders())
     assert 100 < ours._num_proposals <= theirs._num_proposals * 1.1
@@ -536,7 +538,7 @@ def test_every_proposer_and_partitioner(rates: Path, proposer: Any, partitioner:
         "t2": ParameterConstraints(sharding_types=["table_wise"], **CACHED),
     }
     planner = make_planner(
-        CUDA, rates=rates, constraints=constraints, proposer=proposer(), partitioner=partitioner(), debug=False
+        "auto", CUDA, rates=rates, constraints=constraints, proposer=proposer(), partitioner=partitioner(), debug=False
     )
     found = kernels(planner.plan(model, sharders()))
     assert found == {"t0": "fused", "t1": "fused_triton", "t2": "fused_uvm_caching"}
@@ -576,7 +578,7 @@ def test_no_room_names_table_kernel_need_and_have(rates: Path, reservation: Any,
     model = tables({"num_embeddings": 8_000_000}, {"num_embeddings": 10})  # 1953 MiB
     constraints = constrained(1, compute_kernels=["fused", "fused_triton"])
     planner = make_planner(
-        small, choice, rates=rates, constraints=constraints, storage_reservation=reservation, debug=False
+        choice, small, rates=rates, constraints=constraints, storage_reservation=reservation, debug=False
     )
     with pytest.raises(PlannerError) as caught:
         planner.plan(model, sharders())
@@ -586,19 +588,42 @@ def test_no_room_names_table_kernel_need_and_have(rates: Path, reservation: Any,
     kernels_of = {"fused_triton": ["fused_triton"], "fused": ["fused"], "auto": ["fused", "fused_triton"]}[choice]
     (line,) = [line for line in message.splitlines() if line.startswith("  table t0: ")]
     need, unit = line.removeprefix("  table t0: ").split()[:2]
-    assert unit == "MiB," and 1953 <= int(need.replace(",", "")) <= 2000
+    assert unit == "MiB" and 1953 <= int(need.replace(",", "")) <= 2000
     assert any(f", {kernel}, table_wise" in line for kernel in kernels_of)
+
+
+def test_unknown_rates_are_told_where_none_are_needed(rates: Path) -> None:
+    make_planner("fused", CUDA, rates=rates)
+    with pytest.raises(ValueError, match="rates 'H2000' is neither a file nor a known GPU; known: NVIDIA H200"):
+        make_planner("fused", CUDA, rates="H2000")
+
+
+def test_no_time_is_predicted_of_a_kernel_that_a_table_cannot_have(rates: Path) -> None:
+    planner = make_planner("auto", CUDA, rates=rates, constraints=constrained(2), debug=False)
+    planner.plan(tables({}, {"data_type": DataType.INT8}), sharders())
+    assert [list(report.milliseconds) for report in planner.explain()] == [["fused", "fused_triton"], ["fused"]]
+
+
+def test_a_lack_of_the_hosts_memory_is_told(rates: Path) -> None:
+    """Of a table that could lie there."""
+    small = Topology(world_size=1, compute_device="cuda", hbm_cap=2**30, ddr_cap=2**30)
+    planner = make_planner("auto", small, rates=rates, constraints=constrained(1), debug=False)
+    with pytest.raises(PlannerError) as caught:
+        planner.plan(tables({"num_embeddings": 8_000_000}), sharders())
+    (line,) = [line for line in str(caught.value).splitlines() if line.startswith("  table t0: ")]
+    assert re.fullmatch(r"  table t0: .*1,9\d\d MiB host, fused_uvm\w*, table_wise", line)
+    assert re.search(r"A rank has [\d,]+ MiB GPU and 1,024 MiB host memory left", str(caught.value))
 
 
 @pytest.mark.parametrize("reservation", reservations(), ids=lambda r: type(r).__name__)
 def test_every_reservation_leaves_room_for_a_plan(rates: Path, reservation: Any) -> None:
-    planner = make_planner(CUDA, rates=rates, storage_reservation=reservation, debug=False)
+    planner = make_planner("auto", CUDA, rates=rates, storage_reservation=reservation, debug=False)
     assert kernels(planner.plan(tables({"num_embeddings": 10**6}), sharders())) == {"t0": "fused_triton"}
 
 
 def test_an_error_while_the_need_is_found_hides_nothing(rates: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = Topology(world_size=1, compute_device="cuda", hbm_cap=2**30, ddr_cap=2**30)
-    planner = make_planner(small, "fused_triton", rates=rates, debug=False)
+    planner = make_planner("fused_triton", small, rates=rates, debug=False)
 
     def broken(*args: Any) -> list[ShardingOption]:
         if sys.exc_info()[0] is PlannerError:
@@ -615,7 +640,7 @@ def test_an_error_while_the_need_is_found_hides_nothing(rates: Path, monkeypatch
 def planned_by_all(rates: str, gib: float) -> tuple[Any, Any]:
     """On a rank: the plan's kernels, or the error's type and text."""
     topology = Topology(world_size=2, compute_device="cuda", hbm_cap=int(gib * 2**30))
-    planner = make_planner(topology, "fused_triton", rates=rates, debug=False, stats=[])
+    planner = make_planner("fused_triton", topology, rates=rates, debug=False, stats=[])
     try:
         return kernels(planner.collective_plan(tables({"num_embeddings": 16_000_000}), sharders())), None
     except PlannerError as error:

@@ -155,7 +155,7 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """batch_size: samples a step on each rank; source: `synthetic`, `criteo`, or FILE.py:CLASS, FILE as seen from the
+    """batch_size: samples a step on each rank; source: `synthetic`, or FILE.py:CLASS, FILE as seen from the
     configuration file; options: the source's own, which it checks key by key when it is opened."""
 
     batch_size: Count = 512
@@ -219,16 +219,22 @@ class Config:
 
     def __post_init__(self) -> None:
         tables = self.model.tables
+        for key in ("tables", "hidden"):
+            if not getattr(self.model, key):
+                raise ConfigError(f"model.{key}: is empty; at least one is needed")
+        for table in tables:
+            if not table.name or "." in table.name:  # it names a module of PyTorch's
+                raise ConfigError(f"model.tables: name: {table.name!r} is not allowed; give text without a dot")
         _distinct("model.tables: name", [table.name for table in tables])
         _distinct("model.tables: features", [feature for table in tables for feature in table.features])
         for at, rule in enumerate(self.rules):
-            if not any(fnmatchcase(table.name, rule.tables) for table in tables):
+            if not any(matches(table.name, rule.tables) for table in tables):
                 names = ", ".join(table.name for table in tables)
                 raise ConfigError(f"rules[{at}].tables: {rule.tables!r} matches no table; the tables are {names}")
 
     def kernel_of(self, table: str) -> str:
         """The compute kernel that this configuration asks for a table: the first matching rule, or the default."""
-        matching = (rule.compute_kernel for rule in self.rules if fnmatchcase(table, rule.tables))
+        matching = (rule.compute_kernel for rule in self.rules if matches(table, rule.tables))
         return next(matching, self.compute_kernel)
 
     def kernels(self) -> dict[str, str]:
@@ -248,6 +254,11 @@ class Config:
     def torchrec_fused_params(self) -> dict[str, Any]:
         """`operator_keywords` with FBGEMM's enum members in place of their names, as TorchRec's sharders take them."""
         return {key: _enum_member(key, value) for key, value in self.operator_keywords().items()}
+
+
+def matches(table: str, pattern: str) -> bool:
+    """Whether a shell pattern is a table's name, or fits it."""
+    return table == pattern or fnmatchcase(table, pattern)
 
 
 def load_config(path: str | Path) -> Config:
@@ -356,8 +367,9 @@ class _Loader(yaml.SafeLoader):
     """YAML that refuses a key given twice, of which PyYAML would keep the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise ConfigError(f"{key}: is given more than once{node.start_mark}")
+        nodes = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]  # <<: takes keys of another
+        keys = [self.construct_object(key, deep=True) for key in nodes]
+        for at, key in enumerate(keys):
+            if key in keys[:at]:
+                raise ConfigError(f"{key}: is given more than once{nodes[at].start_mark}")
         return super().construct_mapping(node, deep)

@@ -51,7 +51,7 @@ def main() -> None:
     model = Model(device)
     fused_params = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.5}
     sharders = [TritonEmbeddingBagCollectionSharder(fused_params=fused_params)]
-    planner = make_planner(Topology(world_size=1, compute_device=device.type), "auto")
+    planner = make_planner("auto", Topology(world_size=1, compute_device=device.type))
     plan = planner.collective_plan(model, sharders, dist.GroupMember.WORLD)
     model = DistributedModelParallel(model, device=device, plan=plan, sharders=sharders)
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))  # the tables are updated inside the backward

@@ -28,12 +28,14 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec_triton.ab.model import Recommender, fill
 from torchrec_triton.config import Config, ConfigError, ShardingTypeName
 from torchrec_triton.module.sharding import TritonEmbeddingBagCollectionSharder
+from torchrec_triton.module.warm_up import warm_up
 from torchrec_triton.plan.configured import constraints_of
 from torchrec_triton.plan.estimator import KERNELS
 from torchrec_triton.plan.planner import make_planner, with_compute_kernel
 from torchrec_triton.plan.reasons import FUSED_TRITON
 
 PIPELINES = {"sparse_dist": TrainPipelineSparseDist, "base": TrainPipelineBase}
+CPU_OPTIMIZERS = ("EXACT_ROWWISE_ADAGRAD", "EXACT_SGD", "EXACT_ADAGRAD", "EMAINPLACE_ROWWISE_ADAGRAD")  # FBGEMM's
 PHASES = ("input", "forward", "backward", "optimizer")
 _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -185,11 +187,16 @@ class Arm:
         torch.manual_seed(config.seed)
         self.config, self.here, self._live, self.peak, self.trained = config, here, 0, 0, 0
         begin = here.allocated()
+        if here.device.type == "cpu" and config.optimizer.name not in CPU_OPTIMIZERS:
+            raise ConfigError(
+                f"optimizer.name: FBGEMM's CPU kernels have no {config.optimizer.name}; on a machine without a GPU "
+                f"take one of {', '.join(CPU_OPTIMIZERS)}"
+            )
         self.net = Recommender(config, dense, here.device)
         sharder = TritonEmbeddingBagCollectionSharder(fused_params=config.torchrec_fused_params())
         got, reasons = kernels, dict[str, list[str]]()
         if frozen is None or "auto" in kernels.values():
-            planner = _planner(config, here, kernels, sharder, arms)
+            planner = _planner(config, here, kernels, sharder, arms, frozen)
             self.plan = planner.collective_plan(self.net, [sharder], dist.GroupMember.WORLD)
             got = kernels_in(self.plan)
             said = [{table.table: list(table.reasons) for table in planner.explain()}]  # rank 0 has planned
@@ -214,6 +221,8 @@ class Arm:
         self.model = DistributedModelParallel(
             self.net, ShardingEnv.from_process_group(dist.GroupMember.WORLD), here.device, self.plan, sharders=[sharder]
         )
+        if here.device.type == "cuda":
+            warm_up(self.model)  # here, where no other rank waits in a collective, and no step is timed
         weights = self.weights()
         for table in config.model.tables:
             limit = config.model.initial_range or table.rows**-0.5
@@ -306,11 +315,20 @@ class Arm:
         self.dense_optimizer.init_state()  # so that there is something to read it into; all gradients are zero
         state = self._checkpoint()
         saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-        for name, size in _sizes(state).items():
+        sizes = _sizes(state)
+        for name, size in sizes.items():
             if name not in saved:
                 raise ConfigError(f"{folder}: this checkpoint has no {name}, and the configuration has")
             if size and list(getattr(saved[name], "size", size)) != size:
                 raise ConfigError(f"{folder}: {name} is {list(saved[name].size)} in it, and {size} here")
+        names: list[Any] = [None] * self.here.world_size
+        dist.all_gather_object(names, set(sizes))  # a rank has no state of tables that it has no shard of
+        tensors = [name for name in saved if getattr(saved[name], "size", ())]
+        if left := [name for name in tensors if name not in set().union(*names)]:
+            raise ConfigError(
+                f"{folder}: this checkpoint has {left[0]}, and the configuration has not; do tables or optimizer.name "
+                "differ?"
+            )
         dcp.load(state, checkpoint_id=folder)
         self.model.load_state_dict(state["model"])
         self.model.fused_optimizer.load_state_dict(state["optimizer"])
@@ -351,7 +369,10 @@ def kernels_in(plan: ShardingPlan) -> dict[str, str]:
     return {table: sharding.compute_kernel for table, sharding in plan.plan["embeddings"].items()}
 
 
-def _planner(config: Config, here: Place, kernels: dict[str, str], sharder: Any, arms: int) -> Any:
+def _planner(
+    config: Config, here: Place, kernels: dict[str, str], sharder: Any, arms: int, frozen: ShardingPlan | None = None
+) -> Any:
+    """frozen: a plan whose sharding types the tables keep, so that `auto` chooses kernels for them as they lie."""
     offered = sharder.sharding_types(here.device.type)
     for table in config.model.tables:
         if table.sharding and not set(table.sharding) & set(offered):
@@ -369,5 +390,7 @@ def _planner(config: Config, here: Place, kernels: dict[str, str], sharder: Any,
         **memory,
     )
     constraints = constraints_of(config)
+    for table, sharding in frozen.plan["embeddings"].items() if frozen else ():
+        constraints[table].sharding_types = [sharding.sharding_type]
     batch_size = config.data.batch_size
-    return make_planner(topology, kernels, batch_size=batch_size, constraints=constraints, reproducible=True)
+    return make_planner(kernels, topology, batch_size=batch_size, constraints=constraints, reproducible=True)

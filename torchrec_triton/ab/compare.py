@@ -211,8 +211,8 @@ def _scores(arm: Arm, source: Source) -> dict[str, float]:
 
 
 def _profiles(arms: dict[str, Arm], readers: dict[str, Any], here: Place, steps: int) -> dict[str, Report | None]:
-    """Of each arm: ms a step, on average, of the slowest rank: of collectives (NCCL's kernels; on the CPU gloo's
-    operations), and of all GPU kernels and copies. They may run beside each other: their sum can exceed the step."""
+    """Of each arm: ms a step, on average, of the slowest rank, in which collectives ran (NCCL's kernels; on the CPU
+    gloo's operations), and in which any GPU kernel or copy did."""
     cuda = here.device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     spent = {name: {"collective": 0.0, "gpu": 0.0} for name in arms}
@@ -228,12 +228,15 @@ def _profiles(arms: dict[str, Arm], readers: dict[str, Any], here: Place, steps:
             with profile(activities=activities) as profiler:
                 arms[name].advance(readers[name], part)
                 here.finish()
+            spans: dict[str, list[tuple[float, float]]] = {"collective": [], "gpu": []}
             for event in profiler.events():
-                ms = event.time_range.elapsed_us() / 1e3 / steps
+                span = (event.time_range.start, event.time_range.end)
                 if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False):
-                    spent[name]["gpu"] += ms
+                    spans["gpu"].append(span)
                 if event.name.startswith("ncclDevKernel" if cuda else "gloo:"):
-                    spent[name]["collective"] += ms
+                    spans["collective"].append(span)
+            for key, found in spans.items():
+                spent[name][key] += _covered(found) / 1e3 / steps
     everywhere: list[Any] = [None] * here.world_size
     dist.all_gather_object(everywhere, spent)
     largest = {name: {key: max(one[name][key] for one in everywhere) for key in spent[name]} for name in arms}
@@ -241,6 +244,15 @@ def _profiles(arms: dict[str, Arm], readers: dict[str, Any], here: Place, steps:
         name: {"steps": steps, "collective_ms": one["collective"], "gpu_ms": one["gpu"] if cuda else None}
         for name, one in largest.items()
     }
+
+
+def _covered(spans: list[tuple[float, float]]) -> float:
+    """Length of what spans (begin, end) cover together."""
+    covered, until = 0.0, -math.inf
+    for begin, end in sorted(spans):
+        covered += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return covered
 
 
 def _step_times(arm: Arm) -> np.ndarray:

@@ -15,6 +15,7 @@ from torchrec_triton.ab.arm import PHASES
 from torchrec_triton.ab.compare import PERCENTILES, Report
 from torchrec_triton.ab.plot import bars, curves, distribution, intervals
 from torchrec_triton.config import Limits
+from torchrec_triton.plan.report import ranges
 
 Rows = list[Sequence[str]]
 _MEANING = {
@@ -63,7 +64,9 @@ def judge(report: Report, limits: Limits) -> Report:
         why = "; ".join(f"{_check(c)} {_number(c['value'])}, limit {_number(c['limit'])}" for c in failed)
         line = f"FAIL: {why}. {what}"
     else:
-        line = f"PASS: {what}; {len(checks) - len(skipped)} check{'s' * (len(checks) - len(skipped) != 1)} passed"
+        count = len(checks) - len(skipped)
+        passed = f"{count} check{'s' * (count != 1)} passed"
+        line = f"PASS: {what}; {passed if checks else 'nothing was checked, because ab.limits sets no limit'}"
     line += f"; not measured here: {', '.join(skipped)}" if skipped else ""
     return {"passed": not failed, "line": line, "checks": checks}
 
@@ -195,8 +198,9 @@ def how(report: Report) -> list[str]:
     ]
     if profiled := report["arms"]["A"]["profile"]:
         lines.append(
-            f"Collectives are summed over {profiled['steps']} further steps under the profiler: NCCL's kernels, or "
-            "gloo's operations on the CPU. They include waiting for other ranks, and may overlap with the rest."
+            f"Collectives, and the GPU's kernels and copies, come from {profiled['steps']} further steps under the "
+            "profiler: the time of a step in which at least one of them ran. Collectives are NCCL's kernels, or gloo's "
+            "operations on the CPU; they include waiting for other ranks, and may overlap with the rest."
         )
     if report["arms"]["A"]["peak_memory_mb"]:
         lines.append(
@@ -355,8 +359,7 @@ def _yaml(report: Report) -> str:
 
 
 def _placement(arm: Report) -> str:
-    ranks = ", ".join(str(rank) for rank in arm["ranks"])
-    return f"{arm['sharding']} on {ranks}" if ranks else arm["sharding"]
+    return f"{arm['sharding']} on {ranges(arm['ranks'])}" if arm["ranks"] else str(arm["sharding"])
 
 
 def _difference(difference: Report | None) -> str:

@@ -63,6 +63,8 @@ def run(
                 say(f"step {step} of {steps}, loss {loss:.4f}")
 
             plan = _plan(plan_path, config, here) if plan_path else None
+            if plan and mode == "ab" and config.ab.plan == "replan":
+                raise ConfigError("ab.plan: replan makes a plan for each arm, and --plan gives one: leave one out")
             if resume is not None and not (resume / ".metadata").exists():
                 raise ConfigError(f"--resume {resume}: there is no checkpoint")
             source = open_source(config)
@@ -78,6 +80,7 @@ def run(
             if here.rank == 0:
                 report.write(result, output)
             say(f"reports: {output}")
+            here.settle()  # a launcher ends all ranks when one ends with a verdict of 1: not before the report is there
     except (ConfigError, LaunchError, UnsupportedTableError, PlannerError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -103,7 +106,12 @@ def _plan(path: Path, config: Config, here: Place) -> ShardingPlan:
         plan = load_plan(path)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    tables = plan.plan.get("embeddings", {})
+    if list(plan.plan) != ["embeddings"]:
+        raise ConfigError(
+            f"{path}: this plan is of the module(s) {', '.join(plan.plan)}, and a configuration's tables are in one, "
+            "embeddings"
+        )
+    tables = plan.plan["embeddings"]
     missing = [table.name for table in config.model.tables if table.name not in tables]
     if foreign := [table for table in tables if table not in config.kernels()]:
         raise ConfigError(f"{path}: the configuration has no table {', '.join(foreign)}, and the plan has")
@@ -123,6 +131,8 @@ def _plan(path: Path, config: Config, here: Place) -> ShardingPlan:
                 f"{table.dim}] (rows, dim) in the configuration: make a plan for this configuration"
             )
         asked, planned = config.kernel_of(table.name), tables[table.name].compute_kernel
+        if planned.startswith("quant"):
+            raise ConfigError(f"{path}: table {table.name} has {planned} in the plan, which never trains")
         if asked not in ("auto", planned) and (planned in KERNELS or asked == FUSED_TRITON):
             raise ConfigError(
                 f"{path}: table {table.name} has {planned} in the plan, and the configuration asks for {asked}: "

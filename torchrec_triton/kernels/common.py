@@ -7,7 +7,6 @@ least.
 """
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
@@ -156,9 +155,9 @@ class TableLayout:
         return replace(layout, undivided=replace(layout, buckets=(everything,), bucket_key=bucket_key, launchers={}))
 
 
-@dataclass(frozen=True)
+@dataclass
 class Batch:
-    """The ids of one call. Saved for its backward.
+    """The ids of one call. Its backward has the same.
 
     indices [N] and offsets [bags + 1] int32 or int64; sample_weights [N] fp32 or None.
     bag_output: VBE only, int64 [bags], where each bag's row begins in the 1-D output (elements).
@@ -167,6 +166,8 @@ class Batch:
     output_size: elements of the output.
     mean: divide by the bag length.
     trusted: ids and offsets were checked: ids are below the rows of their table, offsets don't decrease.
+    kind: what the batch brings into the kind of a call: types, flags, and whether counts need 64 bits. Follows from
+        the rest, and is found once.
     """
 
     indices: torch.Tensor
@@ -178,16 +179,16 @@ class Batch:
     output_size: int
     mean: bool
     trusted: bool
+    kind: Hashable = None
 
-    @functools.cached_property
-    def kind(self) -> Hashable:
-        """What the batch brings into the kind of a call: types, flags, and whether counts need 64 bits."""
-        num_ids = self.indices.numel()
-        return (
-            self.indices.dtype, self.offsets.dtype, self.sample_weights is not None,
-            kind_of(self.bag_output, self.batch_offsets), self.mean, self.trusted, num_ids >= 2**31,
-            self.offsets.numel() > 2**31, wide_positions(num_ids),
-        )  # fmt: skip
+    def __post_init__(self) -> None:
+        if self.kind is None:
+            num_ids = self.indices.numel()
+            self.kind = (
+                self.indices.dtype, self.offsets.dtype, self.sample_weights is not None,
+                kind_of(self.bag_output, self.batch_offsets), self.mean, self.trusted, num_ids >= 2**31,
+                self.offsets.numel() > 2**31, wide_positions(num_ids),
+            )  # fmt: skip
 
 
 def wide_positions(num_ids: int) -> bool:

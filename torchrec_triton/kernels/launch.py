@@ -23,7 +23,7 @@ _BLOCKS = 32  # resident programs a multiprocessor, at most
 
 def kind_of(*tensors: torch.Tensor | None) -> tuple:
     """What Triton distinguishes in tensors that a caller gave: type, and whether they are aligned."""
-    return tuple(None if t is None else (t.dtype, t.data_ptr() % ALIGNMENT == 0) for t in tensors)
+    return tuple([None if t is None else (t.dtype, t.data_ptr() % ALIGNMENT == 0) for t in tensors])
 
 
 class _ThisThread(threading.local):
@@ -48,7 +48,7 @@ class Launcher:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._compiled: dict[Hashable, tuple[Any, tuple[int, ...], tuple, int]] = {}
+        self._found: dict[Hashable, _Found] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {"device": self._device}  # what was compiled belongs to this process
@@ -73,21 +73,21 @@ class Launcher:
         args: the arguments before the constexpr ones, of one type at a place; constants: constexpr arguments, options.
         """
         names = _this_thread.compiled
-        if found := self._compiled.get(place):
+        if found := self._found.get(place):
             if names is not None:
                 return
-            compiled, pointers, tail, most = found
-            programs = min(programs, most) if resident else programs
+            if resident and programs > found.most:
+                programs = found.most
             if _hooked():
-                compiled[(programs, 1, 1)](*args, *tail)
-            else:
-                values = list(args)
-                for i in pointers:
-                    values[i] = values[i].data_ptr()
-                compiled.run(
-                    programs, 1, 1, _current_stream(self._device), compiled.function, compiled.packed_metadata,
-                    None, None, None, *values, *tail,
-                )  # fmt: skip
+                found.compiled[(programs, 1, 1)](*args, *found.tail)
+                return
+            values = list(args)
+            for i in found.pointers:
+                values[i] = values[i].data_ptr()
+            found.run(
+                programs, 1, 1, _current_stream(self._device.index), found.function, found.metadata, None, None, None,
+                *values, *found.tail,
+            )  # fmt: skip
             return
         if resident:
             programs = min(programs, 8 * _multiprocessors(self._device))
@@ -102,17 +102,33 @@ class Launcher:
         if compiled is not None:  # Triton's interpreter compiles nothing
             pointers = tuple(i for i, value in enumerate(args) if isinstance(value, torch.Tensor))
             tail = tuple(constants[p.name] for p in kernel.params[len(args) :])
-            self._compiled[place] = (compiled, pointers, tail, _resident(compiled, self._device))
+            self._found[place] = _Found(compiled, pointers, tail, _resident(compiled, self._device))
+
+
+class _Found:
+    """A kernel that was compiled for a place. What starts it is looked up once."""
+
+    __slots__ = ("compiled", "function", "metadata", "most", "pointers", "run", "tail")
+
+    def __init__(self, compiled: Any, pointers: tuple[int, ...], tail: tuple, most: int) -> None:
+        self.compiled, self.run = compiled, compiled.run
+        self.function, self.metadata = compiled.function, compiled.packed_metadata
+        self.pointers = pointers  # the arguments that are tensors
+        self.tail = tail  # the constexpr arguments
+        self.most = most  # programs that run at a time
+
+
+_runtime = knobs.runtime
 
 
 def _hooked() -> bool:
     """Whether a profiler, or anybody, wants to be called at launches."""
-    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return any(getattr(hook, "calls", hook) for hook in hooks)
+    before, after = _runtime.launch_enter_hook, _runtime.launch_exit_hook
+    return bool(getattr(before, "calls", before) or getattr(after, "calls", after))
 
 
-def _current_stream(device: torch.device) -> int:
-    return driver.active.get_current_stream(device.index)
+def _current_stream(device: int) -> int:
+    return driver.active.get_current_stream(device)
 
 
 def _resident(compiled: Any, device: torch.device) -> int:

@@ -6,8 +6,8 @@ Between calls nothing is kept but what was compiled.
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
@@ -23,8 +23,7 @@ _BUSY = 2**11  # programs of the lookup that do
 _EARLY = 2**12  # programs of the lookup, at most, that gain by getting in place early
 
 
-@dataclass(frozen=True)
-class Optimizer:
+class Optimizer(NamedTuple):
     """Hyper-parameters of one step, as they were when its forward ran. weight_decay_mode: 0 none, 1 L2, 2 decoupled."""
 
     adagrad: bool
@@ -121,7 +120,7 @@ def compile_step(
                 sample_weight_grad(layout, weights, out, batch, None, optimizer.max_gradient)
             for many in (batch.offsets, empty(max(num_ids, transpose.MANY_BAGS) + 1, ids)):  # bags
                 # It sorts, and so builds or loads the sort.
-                update(layout, weights, state, out, replace(batch, offsets=many), optimizer)
+                update(layout, weights, state, out, replace(batch, offsets=many, kind=None), optimizer)
     return names
 
 

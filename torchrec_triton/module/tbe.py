@@ -409,7 +409,7 @@ class _Lookup(torch.autograd.Function):
         ctx.module, ctx.optimizer, ctx.wanted = module, optimizer, wanted
         ctx.writes_into_input = vbe_output is not None
         ctx.save_for_backward(batch.indices, batch.offsets, sample_weights, batch.bag_output, batch.batch_offsets)
-        ctx.shape = (batch.batch_size, batch.output_size, batch.mean, batch.trusted)
+        ctx.rest = (batch.batch_size, batch.output_size, batch.mean, batch.trusted, batch.kind)
         if vbe_output is not None:
             ctx.mark_dirty(vbe_output)
             return vbe_output
@@ -419,7 +419,7 @@ class _Lookup(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple:  # type: ignore[override]
         module, optimizer = ctx.module, ctx.optimizer
-        batch = Batch(*ctx.saved_tensors, *ctx.shape)
+        batch = Batch(*ctx.saved_tensors, *ctx.rest)
         grad = grad_output.contiguous()
         weights, weight_grad = module.flat_weights(), None
         if ctx.needs_input_grad[1]:

@@ -51,8 +51,8 @@ def plan_configuration(
     with _quiet():
         topology = Topology(world_size=world_size, compute_device=device_type, **keywords)
         planner = make_planner(
-            topology,
             kernels,
+            topology,
             batch_size=config.data.batch_size,
             constraints=constraints_of(config),
             rates=rates,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
+import math
 import typing
 from pathlib import Path
 from typing import Any
@@ -72,9 +73,17 @@ def _sharding(table: str, value: Any) -> ParameterSharding:
             raise ValueError(f"ranks: {ranks!r} is no list of ranks")
         if sharding.sharding_spec is None and not replicated:
             raise ValueError("sharding_spec is missing")
-        for shard in getattr(sharding.sharding_spec, "shards", []):
+        if not ranks and not replicated:
+            raise ValueError("ranks: at least one is needed")
+        shards = getattr(sharding.sharding_spec, "shards", [])
+        for shard in shards:
             if shard.placement is None or shard.placement.rank() is None:
                 raise ValueError(f"placement {shard.placement} is none such as rank:0/cuda:0")
+            if ranks and shard.placement.rank() not in ranks:
+                raise ValueError(f"placement {shard.placement} is on none of the ranks {ranks}")
+        ends = [[at + size for at, size in zip(s.shard_offsets, s.shard_sizes)] for s in shards]
+        if ends and sum(math.prod(s.shard_sizes) for s in shards) != math.prod(max(end) for end in zip(*ends)):
+            raise ValueError("sharding_spec: its shards leave a part of the table out, or overlap")
     except KeyError as error:
         raise ValueError(f"table {table}: there is no {error}") from error
     except (ValueError, TypeError, AttributeError) as error:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ from torchrec.distributed.types import (
     ShardingType,
 )
 
-from torchrec_triton.config import Config
+from torchrec_triton.config import Config, matches
 from torchrec_triton.plan.configured import constraints_of
 from torchrec_triton.plan.estimator import KERNELS, PerfEstimator, collection_of
 from torchrec_triton.plan.rates import find_rates
@@ -126,8 +125,8 @@ def with_compute_kernel(
 
 
 def make_planner(
+    choice: Choice | Config,
     topology: Topology,
-    choice: Choice | Config = AUTO,
     *,
     batch_size: int | None = None,
     constraints: dict[str, ParameterConstraints] | None = None,
@@ -137,9 +136,9 @@ def make_planner(
 ) -> EmbeddingShardingPlanner:
     """TorchRec's planner, in which every table of a Triton sharder is offered the kernel that was chosen for it.
 
-    topology: of the machines to train on; its compute_device decides, not the host that plans.
     choice: one kernel, globs -> kernel, or a configuration, which gives batch size and constraints too, unless they are
         arguments.
+    topology: of the machines to train on; its compute_device decides, not the host that plans.
     constraints: TorchRec's; a table whose compute_kernels name one of `fused` and `fused_triton`, or neither
         (`fused_uvm`, `dense`, ...), keeps to it.
     rates: by which `auto` chooses: the name of a GPU in configs/rates/, or a file that `torchrec-triton bench --rates`
@@ -170,6 +169,8 @@ def make_planner(
         note = rule or (f"rates of {found.gpu}, {found.date}, commit {found.commit}" if found else "")
         estimators.append(PerfEstimator(topology, constraints, found))
         estimators.append(StorageEstimator(topology=topology, constraints=constraints))
+    elif rates is not None:
+        find_rates(rates, None)  # not needed, but a wrong name is told
     enumerator = _Enumerator(
         topology=topology,
         batch_size=batch_size,
@@ -319,6 +320,7 @@ class _Planner(EmbeddingShardingPlanner):
     def _report(self, option: ShardingOption) -> TableReport:
         perf = self._enumerator.perf
         known = perf and perf.rates and option.compute_kernel in KERNELS and collection_of(option)
+        unable = self._enumerator.reasons.get((option.name, option.sharding_type))
         return TableReport(
             path=option.path,
             table=option.name,
@@ -326,7 +328,11 @@ class _Planner(EmbeddingShardingPlanner):
             compute_kernel=option.compute_kernel,
             ranks=tuple(shard.rank for shard in option.shards),
             bytes=max(shard.storage.hbm + shard.storage.ddr for shard in option.shards),
-            milliseconds={kernel: max(perf.times(option, kernel), key=sum) for kernel in KERNELS} if known else {},
+            milliseconds={
+                kernel: max(perf.times(option, kernel), key=sum)
+                for kernel in (KERNELS if known else ())
+                if kernel == FUSED or not unable
+            },
             reasons=tuple(self._why_not(option)),
         )
 
@@ -359,12 +365,12 @@ def _validated(choice: Choice) -> dict[str, str]:
 
 
 def _chosen(table: str, choice: Mapping[str, str]) -> str | None:
-    return next((kernel for glob, kernel in choice.items() if fnmatchcase(table, glob)), None)
+    return next((kernel for glob, kernel in choice.items() if matches(table, glob)), None)
 
 
 def _refuse_unmatched(choice: Mapping[str, str], tables: list[str]) -> None:
     for glob in choice:
-        if glob != "*" and not any(fnmatchcase(table, glob) for table in tables):
+        if glob != "*" and not any(matches(table, glob) for table in tables):
             raise ValueError(f"no table matches {glob!r}; tables: {', '.join(sorted(set(tables)))}")
 
 

@@ -14,9 +14,9 @@ MIB = 2**20
 class TableReport:
     """One table of a plan.
 
-    path: of its collection; ranks: of its shards; milliseconds: kernel -> predicted (forward, backward) of its slowest
-    shard, empty where there are no rates; bytes: of its largest shard, with optimizer state, input, output and
-    workspace; reasons: why it has not got `fused_triton`.
+    path: of its collection; ranks: of its shards; milliseconds: kernel that it can have -> predicted (forward,
+    backward) of its slowest shard, empty where there are no rates; bytes: of its largest shard, with optimizer state,
+    input, output and workspace; reasons: why it has not got `fused_triton`.
     """
 
     path: str
@@ -31,7 +31,9 @@ class TableReport:
 
 def as_text(reports: Iterable[TableReport], heading: Iterable[str] = ()) -> str:
     """A line a table, below it every reason why it has not got `fused_triton`."""
-    row = "{:<24}{:<19}{:<8}{:<17}{:>10}{:>13}{:>10}"
+    reports = list(reports)
+    widest = max([23, *(len(report.table) for report in reports)])
+    row = f"{{:<{widest}}} {{:<19}}{{:<8}}{{:<17}}{{:>10}}{{:>13}}{{:>10}}"
     lines = [line for line in heading if line]
     lines += ["predicted ms are forward + backward of the slowest shard; MiB of the largest", ""]
     lines += [row.format("table", "sharding", "ranks", "kernel", "fused", "fused_triton", "MiB")]
@@ -40,7 +42,7 @@ def as_text(reports: Iterable[TableReport], heading: Iterable[str] = ()) -> str:
             f"{sum(report.milliseconds[kernel]):.3f}" if kernel in report.milliseconds else "-"
             for kernel in ("fused", "fused_triton")
         ]
-        ranks = _ranges(report.ranks)
+        ranks = ranges(report.ranks)
         size = f"{report.bytes / MIB:,.1f}"
         lines.append(row.format(report.table, report.sharding_type, ranks, report.compute_kernel, *times, size))
         lines += [f"    {reason}" for reason in report.reasons]
@@ -50,36 +52,40 @@ def as_text(reports: Iterable[TableReport], heading: Iterable[str] = ()) -> str:
 def shortage(options: Sequence[ShardingOption], topology: Topology, reserved: Topology | None) -> str:
     """What tables need, the most demanding first, beside what a rank has for them.
 
-    A table's need is that of its most frugal option, on the rank that holds the largest of its shards. reserved: what
-    the storage reservation left; None if it left nothing.
+    A table's need is that of its most frugal option, by the share of a rank's memory (of the GPU's or the host's,
+    whichever is larger) that its largest shard takes. reserved: what the storage reservation left; None if it left
+    nothing.
     """
-    gpu = topology.compute_device == "cuda"
-    least: dict[str, tuple[int, ShardingOption]] = {}
+    have = [max(sizes) for sizes in zip(*(_bytes(device.storage) for device in (reserved or topology).devices))]
+    least: dict[str, tuple[float, list[int], ShardingOption]] = {}
     for option in options:
-        need = max(_bytes(shard.storage, gpu) for shard in option.shards)
-        if option.fqn not in least or need < least[option.fqn][0]:
-            least[option.fqn] = need, option
+        need = [max(sizes) for sizes in zip(*(_bytes(shard.storage) for shard in option.shards))]
+        share = max(size / max(1, most) for size, most in zip(need, have))
+        if option.fqn not in least or share < least[option.fqn][0]:
+            least[option.fqn] = share, need, option
     ordered = sorted(least.values(), key=lambda item: -item[0])
-    have = max(_bytes(device.storage, gpu) for device in (reserved or topology).devices)
     rest = (
         "left for tables by the storage reservation" if reserved else "in all, and the storage reservation wants more"
     )
-    lines = [
-        f"A rank has {have / MIB:,.0f} MiB {'GPU' if gpu else 'host'} memory {rest}. On one rank is needed at least:"
-    ]
-    lines += [
-        f"  table {o.name}: {need / MIB:,.0f} MiB, {o.compute_kernel}, {o.sharding_type}" for need, o in ordered[:10]
-    ]
+    lines = [f"A rank has {_amounts(have)} memory {rest}. On one rank is needed at least:"]
+    for _, need, option in ordered[:10]:
+        lines += [f"  table {option.name}: {_amounts(need)}, {option.compute_kernel}, {option.sharding_type}"]
     lines += [f"  {len(ordered) - 10} more tables: less"] * (len(ordered) > 10)
     return "\n".join(lines)
 
 
-def _bytes(storage: Storage | None, gpu: bool) -> int:
+def _bytes(storage: Storage | None) -> tuple[int, int]:
     assert storage is not None  # estimated by now
-    return storage.hbm if gpu else storage.ddr
+    return storage.hbm, storage.ddr
 
 
-def _ranges(ranks: Sequence[int]) -> str:
+def _amounts(sizes: Sequence[int]) -> str:
+    """Bytes of the GPU's and the host's memory, as far as there are any."""
+    named = [f"{size / MIB:,.0f} MiB {where}" for size, where in zip(sizes, ("GPU", "host")) if size]
+    return " and ".join(named) or "0 MiB"
+
+
+def ranges(ranks: Sequence[int]) -> str:
     """(0, 1, 2, 5) -> "0-2,5"."""
     groups: list[list[int]] = []
     for rank in sorted(set(ranks)):
