@@ -10,7 +10,6 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from fbgemm_gpu.split_embedding_configs import SparseType
 
 from torchrec_triton import cli
 from torchrec_triton.bench import compiling, floor, gate, plot, rates, report
@@ -47,6 +46,7 @@ def test_the_shipped_configuration_has_the_shapes_that_are_asked_for():
     assert len(measured) >= 100
     plain = {(s.pooling[0], s.alpha, s.batch, s.dims[0]) for s in measured if not (s.weighted or s.vbe)}
     assert plain >= set(itertools.product((1, 5, 20, 100), (0, 1.05, 1.2), (256, 4096, 65536), (16, 64, 128, 256)))
+    assert {s.data_type for s in measured} == {"FP16", "FP32"}
     assert {(s.weighted, s.vbe) for s in measured} == set(itertools.product((False, True), repeat=2))
     assert max(shape.num_ids for shape in measured) <= loaded.grid_tables.most_ids
     assert loaded.full.counted >= 10 and loaded.full.batches >= 3
@@ -267,11 +267,12 @@ SHAPES = {
     "plain": Workload("plain", (30, 3), (8, 20), (4, 6), batch=6),
     "weighted": Workload("weighted", (30, 3), (8, 20), (4, 6), batch=6, weighted=True, jagged=True),
     "vbe": Workload("vbe", (30, 3), (8, 20), (4, 6), batch=8, vbe=True, weighted=True),
+    "fp32": Workload("fp32", (30, 3), (8, 20), (4, 6), batch=6, data_type="FP32"),
 }
 
 
 def gated(shape: Workload, change=None) -> dict[str, float]:
-    pair = Pair.build(shape, SparseType.FP16, CPU)
+    pair = Pair.build(shape, CPU)
     batches = [make_batch(shape, seed, CPU) for seed in range(2)]
     if change:
         change(pair)
@@ -283,7 +284,8 @@ def gated(shape: Workload, change=None) -> dict[str, float]:
 @pytest.mark.parametrize("name", SHAPES)
 def test_equal_sides_pass_the_gate(name):
     result = gated(SHAPES[name])
-    assert 0.5 < result["float64 weights"] <= 1  # half a spacing of fp16 is what rounding uses up
+    # Half a spacing of fp16 is what rounding uses up.
+    assert (0 if name == "fp32" else 0.5) < result["float64 weights"] <= 1
 
 
 def test_empty_bags_pass_the_gate():
@@ -402,8 +404,8 @@ def test_quantiles():
 def test_shapes_with_the_same_kernels_are_compiled_in_one_process():
     weighted = replace(PROD66, name="weighted", weighted=True)
     cells = list(grid(Grid(pooling=(1, 5), alpha=(0, 1.2), batch=(8,), dim=(8, 16)), TABLES))
-    work = compiling.groups([*cells, PROD66, weighted])
-    assert [len(group) for group in work] == [1, 1, 2, 2]  # alpha does not matter
+    work = compiling.groups([*cells, PROD66, weighted, replace(cells[0], data_type="FP32")])
+    assert [len(group) for group in work] == [1, 1, 2, 2, 1]  # alpha does not matter
     assert len(work[0][0].rows) == 66 and max(work[0][0].rows) <= 1_000_000
 
 
@@ -466,8 +468,8 @@ def test_the_command_from_configuration_to_report(on_cpu, tmp_path, capsys):
 def test_a_shape_that_fails_the_gate_has_no_times_and_fails_the_command(on_cpu, tmp_path, capsys, monkeypatch):
     build = Pair.build
 
-    def wrong_in_one(shape, precision, device):
-        pair = build(shape, precision, device)
+    def wrong_in_one(shape, device):
+        pair = build(shape, device)
         if shape.vbe:
             _scaled("ours", "forward", 1.01)(pair)
         return pair
@@ -484,10 +486,10 @@ def test_a_shape_that_fails_the_gate_has_no_times_and_fails_the_command(on_cpu, 
 def test_a_shape_that_does_not_fit_is_named_and_the_next_is_measured(on_cpu, tmp_path, capsys, monkeypatch):
     build = Pair.build
 
-    def too_large(shape, precision, device):
+    def too_large(shape, device):
         if shape.vbe:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return build(shape, precision, device)
+        return build(shape, device)
 
     monkeypatch.setattr(Pair, "build", too_large)
     assert cli.main(on_cpu) == 1

@@ -233,7 +233,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(bench.run, "_origin", lambda commit: dict.fromkeys(origin, commit))
     monkeypatch.setattr(bench.run, "gpu_problem", lambda: None)
     monkeypatch.setattr(bench.Pair, "build", lambda *what: found.pairs.append(what) or what)
-    monkeypatch.setattr(bench.compiling, "warm_up", lambda shapes, precisions: found.compiled.extend(shapes))
+    monkeypatch.setattr(bench.compiling, "warm_up", found.compiled.extend)
     return found
 
 
@@ -594,14 +594,14 @@ def test_no_room_names_table_kernel_need_and_have(rates: Path, reservation: Any,
 
 def test_unknown_rates_are_told_where_none_are_needed(rates: Path) -> None:
     make_planner("fused", CUDA, rates=rates)
-    with pytest.raises(ValueError, match="rates 'H2000' is neither a file nor a known GPU; known: NVIDIA H200"):
+    with pytest.raises(ValueError, match="rates 'H2000' is neither a file nor a known GPU; known: "):
         make_planner("fused", CUDA, rates="H2000")
 
 
 def test_no_time_is_predicted_of_a_kernel_that_a_table_cannot_have(rates: Path) -> None:
     planner = make_planner("auto", CUDA, rates=rates, constraints=constrained(2), debug=False)
     planner.plan(tables({}, {"data_type": DataType.INT8}), sharders())
-    assert [list(report.milliseconds) for report in planner.explain()] == [["fused", "fused_triton"], ["fused"]]
+    assert [set(report.milliseconds) for report in planner.explain()] == [{"fused", "fused_triton"}, {"fused"}]
 
 
 def test_a_lack_of_the_hosts_memory_is_told(rates: Path) -> None:

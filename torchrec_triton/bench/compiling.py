@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import multiprocessing
 import os
@@ -17,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fbgemm_gpu.split_embedding_configs import SparseType
 
 from torchrec_triton.bench.gate import module
 from torchrec_triton.bench.workloads import DLRM26, Workload, make_batch
@@ -32,21 +30,21 @@ def groups(workloads: Iterable[Workload]) -> list[list[Workload]]:
     found: dict[Any, dict[Workload, None]] = {}
     for w in workloads:
         rows = tuple(min(rows, _MOST_ROWS) for rows in w.rows)
-        key = (tuple(sorted(set(w.dims))), w.weighted, w.vbe)
+        key = (tuple(sorted(set(w.dims))), w.data_type, w.weighted, w.vbe)
         found.setdefault(key, {})[replace(w, name="", group="", alpha=0.0, rows=rows)] = None
     return [list(found[key]) for key in sorted(found, key=lambda key: (-len(key[0]), -len(found[key])))]
 
 
-def first_steps(workloads: list[Workload], precision: SparseType) -> None:
+def first_steps(workloads: list[Workload]) -> None:
     """A step of our side for each shape, in either rounding; what it compiles stays in Triton's cache."""
     device = torch.device("cuda", torch.cuda.current_device())
     tables: Any = None
     tbe: Any = None
     for workload in workloads:
-        if (workload.rows, workload.dims) != tables:
-            tables, tbe = (workload.rows, workload.dims), None
+        if workload.tables != tables:
+            tables, tbe = workload.tables, None
             torch.cuda.empty_cache()
-            tbe = module(TritonTableBatchedEmbeddingBags, workload, precision, device, strict=True)
+            tbe = module(TritonTableBatchedEmbeddingBags, workload, device, strict=True)
         batch = make_batch(workload, 0, device)
         for stochastic in (False, True):
             tbe.optimizer_args = tbe.optimizer_args._replace(stochastic_rounding=stochastic)
@@ -55,14 +53,14 @@ def first_steps(workloads: list[Workload], precision: SparseType) -> None:
     torch.cuda.synchronize()
 
 
-def warm_up(workloads: Iterable[Workload], precisions: Iterable[SparseType] = (SparseType.FP16,)) -> float:
+def warm_up(workloads: Iterable[Workload]) -> float:
     """Fills Triton's cache for these shapes in parallel, where that pays. Returns the seconds it took."""
     start = time.perf_counter()
-    work = list(itertools.product(groups(workloads), precisions))
+    work = groups(workloads)
     if len(work) > 2:  # for fewer the processes take longer to start than they save, and the gate compiles too
         processes = min(len(work), len(os.sched_getaffinity(0)))
         with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-            for _ in pool.map(first_steps, *zip(*work)):
+            for _ in pool.map(first_steps, work):
                 pass
     return time.perf_counter() - start
 
@@ -89,7 +87,7 @@ def _first_step() -> float:
     """Seconds from the call of the module to the end of its backward on the GPU."""
     device = torch.device("cuda", torch.cuda.current_device())
     model = replace(DLRM26, rows=tuple(min(rows, _MOST_ROWS) for rows in DLRM26.rows))
-    tbe = module(TritonTableBatchedEmbeddingBags, model, SparseType.FP16, device, strict=True)
+    tbe = module(TritonTableBatchedEmbeddingBags, model, device, strict=True)
     batch = make_batch(model, 0, device)
     torch.cuda.synchronize()
     start = time.perf_counter()

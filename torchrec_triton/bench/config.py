@@ -50,7 +50,7 @@ class Card:
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """All combinations of four axes: bag size, Zipf exponent (0: uniform), batch, dim."""
+    """All combinations of four axes: bag size, Zipf exponent (0: uniform), batch, dim. data_type: of the weights."""
 
     pooling: Sizes
     alpha: Annotated[tuple[NonNegative, ...], _Some()]
@@ -58,6 +58,7 @@ class Grid:
     dim: Dims
     weighted: bool = False
     vbe: bool = False
+    data_type: base.DataType = "FP16"
 
 
 @dataclass(frozen=True, kw_only=True)

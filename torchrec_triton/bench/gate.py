@@ -35,7 +35,7 @@ class GateError(AssertionError):
     """The sides disagree, or are wrong: their times mean nothing."""
 
 
-def module(cls: Any, workload: Workload, precision: SparseType, device: torch.device, **more: Any) -> Any:
+def module(cls: Any, workload: Workload, device: torch.device, **more: Any) -> Any:
     """A TBE of either class. Whatever is not said here is FBGEMM's default on both sides, bounds checks among it."""
     cuda = device.type == "cuda"
     place = (EmbeddingLocation.DEVICE, ComputeDevice.CUDA) if cuda else (EmbeddingLocation.HOST, ComputeDevice.CPU)
@@ -44,7 +44,7 @@ def module(cls: Any, workload: Workload, precision: SparseType, device: torch.de
         optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
         learning_rate=LEARNING_RATE,
         eps=EPS,
-        weights_precision=precision,
+        weights_precision=SparseType[workload.data_type],
         output_dtype=SparseType.FP32,
         stochastic_rounding=True,
         device=device,
@@ -68,12 +68,12 @@ class Pair:
     no_weight_grad: torch.Tensor  # FBGEMM would compute the gradient of weights that want none, unless told so
 
     @staticmethod
-    def build(workload: Workload, precision: SparseType, device: torch.device) -> Pair:
+    def build(workload: Workload, device: torch.device) -> Pair:
         gc.collect()  # modules are in reference cycles: what is left of the last pair may be most of the memory
         torch.cuda.empty_cache()
         return Pair(
-            module(TritonTableBatchedEmbeddingBags, workload, precision, device, strict=True),
-            module(SplitTableBatchedEmbeddingBagsCodegen, workload, precision, device),
+            module(TritonTableBatchedEmbeddingBags, workload, device, strict=True),
+            module(SplitTableBatchedEmbeddingBagsCodegen, workload, device),
             torch.zeros(len(workload.rows), dtype=torch.int32, device=device),
         )
 

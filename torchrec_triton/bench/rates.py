@@ -13,8 +13,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fbgemm_gpu.split_embedding_configs import SparseType
-
 from torchrec_triton.bench import compiling, report, run
 from torchrec_triton.bench.gate import GateError, Pair
 from torchrec_triton.bench.workloads import Workload, launch_bound
@@ -29,7 +27,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "lookups": (2**11, 2**21),  # of the operator: where it costs its launches, and where they are nothing
 }
 TABLES = 8
-COUNTED = 5
+COUNTED = 11
 Point = dict[str, Any]
 Milliseconds = dict[str, list[float]]  # kernel -> of forward and backward
 
@@ -44,6 +42,7 @@ def workload(point: Point) -> Workload:
         pooling=(point["pooling"],) * TABLES,
         batch=lookups // point["pooling"],
         weighted=point["weighted"],
+        data_type=point["data_type"],
     )
 
 
@@ -81,19 +80,18 @@ def measure_rates(output: Path, commit: str = "") -> int:
     todo, least_rows = shapes(), AXES["reuse"][-1]
     # Small tables will do: kernels do not depend on rows.
     small = [shape for point, shape in todo if point.get("reuse", least_rows) == least_rows]
-    compiling.warm_up(small, [SparseType[kind] for kind in AXES["data_type"]])
+    compiling.warm_up(small)
     print(f"kernels compiled in {time.perf_counter() - begun:.0f} s", flush=True)
 
     launches, failed = [], 0
     tables: Any = None
     pair: Pair | None = None
     for at, (point, shape) in enumerate(todo, start=1):
-        precision = SparseType[point.get("data_type", "FP16")]
-        if tables != (shape.rows, shape.dims, precision):
-            tables, pair = (shape.rows, shape.dims, precision), None
-            pair = Pair.build(shape, precision, run._device())
+        if tables != shape.tables:
+            tables, pair = shape.tables, None
+            pair = Pair.build(shape, run._device())
         try:
-            row = run.measure(shape, precision, COUNTED, host_runs=1, pair=pair)
+            row = run.measure(shape, COUNTED, host_runs=1, pair=pair)
         except GateError as error:
             failed += 1
             print(f"{shape.name}: not timed: {error}", file=sys.stderr, flush=True)

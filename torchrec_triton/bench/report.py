@@ -188,10 +188,10 @@ _METHOD = """## What is compared, and how
   column takes the faster of its default and its opt-in forward (`use_experimental_tbe`, which it has without VBE
   only), deterministic mode is off, and where lookups are weighted, `feature_requires_grad` tells FBGEMM to leave out
   the gradient of the per-sample weights: nothing wants it, and ours leaves it out.
-- **Same work.** fp16 weights, fp32 output, SUM pooling, exact row-wise Adagrad (lr 0.01, eps 1e-8), stochastic
-  rounding, bounds check WARNING, int64 ids and offsets, equal batches and gradients. A forward is everything from the
-  call to the output; a backward everything from the output's gradient to the updated tables: sort, workspace,
-  optimizer. The sum is of one and the same run.
+- **Same work.** fp16 weights (fp32 where a shape's name says so), fp32 output, SUM pooling, exact row-wise Adagrad (lr
+  0.01, eps 1e-8), stochastic rounding, bounds check WARNING, int64 ids and offsets, equal batches and gradients. A
+  forward is everything from the call to the output; a backward everything from the output's gradient to the updated
+  tables: sort, workspace, optimizer. The sum is of one and the same run.
 - **Gate.** Before a shape is timed, two steps from equal weights, rounding to nearest, have to give equal outputs,
   weights and state on both sides within rounding, FBGEMM's opt-in forward among them; and sampled bags and rows of
   every table, its most used row among them, have to agree with float64 arithmetic that shares no code with either

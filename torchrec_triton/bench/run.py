@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fbgemm_gpu.split_embedding_configs import SparseType
 
 from torchrec_triton import _compat
 from torchrec_triton.bench import compiling, floor, report
@@ -132,7 +131,6 @@ def quantiles(values: list[float]) -> dict[str, float]:
 
 def measure(
     workload: Workload,
-    precision: SparseType = SparseType.FP16,
     counted: int = 11,
     *,
     batches: int = 3,
@@ -144,14 +142,14 @@ def measure(
     them host times in us, peak memory in bytes, runs of the shape, bytes that it must move, and its floor if `card` is
     given.
 
-    pair: modules of these tables and this precision, where there are some already.
+    pair: modules of these tables, where there are some already.
 
     Raises:
         GateError: the sides disagree or are wrong; nothing was timed.
         NotImplementedError: Triton can't run the shape; the message has the reasons.
     """
     device = _device()
-    pair = pair or Pair.build(workload, precision, device)
+    pair = pair or Pair.build(workload, device)
     inputs = [make_batch(workload, seed, device) for seed in range(batches)]
     grad = torch.randn(workload.output_shape, device=device)
     row = describe(workload, inputs[0], pair.ours.flat_weights().element_size(), card)
@@ -183,7 +181,7 @@ def describe(workload: Workload, batch: Batch, weight_bytes: int, card: Card | N
     moved = floor.traffic(workload, batch, found.pop("unique"), weight_bytes)
     for passed in moved.values():
         passed["ms"] = floor.floor_ms(passed, card) if card else None
-    axes = ("rows", "dims", "pooling", "batch", "alpha", "weighted", "jagged", "vbe")
+    axes = ("rows", "dims", "pooling", "batch", "alpha", "weighted", "jagged", "vbe", "data_type")
     shape = {axis: getattr(workload, axis) for axis in axes}
     return {"name": workload.name, "group": workload.group, "shape": shape, **found, "floor": moved}
 
@@ -269,9 +267,9 @@ def run(
             result["skipped"].append(workload.name)
             continue
         try:
-            if pair is None or (workload.rows, workload.dims) != tables:
-                tables, pair = (workload.rows, workload.dims), None
-                pair = Pair.build(workload, SparseType.FP16, _device())
+            if pair is None or workload.tables != tables:
+                tables, pair = workload.tables, None
+                pair = Pair.build(workload, _device())
             row = measure(
                 workload,
                 counted=suite.counted,

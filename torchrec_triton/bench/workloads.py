@@ -7,6 +7,7 @@ import math
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -22,6 +23,7 @@ class Workload:
     alpha: exponent of the Zipf law of the ids, 0 for uniform.
     jagged: bag sizes are Poisson, not all equal to their mean.
     vbe: features differ in batch size, and two ranks share each feature's bags.
+    data_type: of the weights.
     group: real, launch, sweep or grid.
     """
 
@@ -34,7 +36,13 @@ class Workload:
     weighted: bool = False
     jagged: bool = False
     vbe: bool = False
+    data_type: str = "FP16"
     group: str = "real"
+
+    @property
+    def tables(self) -> tuple[Any, ...]:
+        """What shapes have in common that can be measured on one pair of modules."""
+        return self.rows, self.dims, self.data_type
 
     @property
     def bags(self) -> tuple[int, ...]:
@@ -171,6 +179,8 @@ def real() -> Iterator[Workload]:
     for batch in (65536, 8192, 512):
         yield replace(CLI32, name=f"cli32 B={batch}", batch=batch)
     yield replace(CLI32, name="cli32 B=65536 weighted", weighted=True)
+    for batch in (65536, 8192):
+        yield replace(CLI32, name=f"cli32 B={batch} fp32", batch=batch, data_type="FP32")
     yield replace(DLRM26, name="dlrm26 one-hot B=8192")
     yield replace(DLRM26_MULTI, name="dlrm26 multi-hot B=8192 zipf")
     yield WIDE20
@@ -196,6 +206,7 @@ def sweep(axes: Sweep) -> Iterator[Workload]:
 def grid(axes: Grid, tables: GridTables) -> Iterator[Workload]:
     """Every combination of the axes, those that share their tables together."""
     flags = (" weighted" if axes.weighted else "") + (" VBE" if axes.vbe else "")
+    flags += "" if axes.data_type == "FP16" else f" {axes.data_type.lower()}"
     for dim, pooling, batch, alpha in itertools.product(axes.dim, axes.pooling, axes.batch, axes.alpha):
         count = min(len(tables.rows), max(1, tables.most_ids // (pooling * batch)))
         yield Workload(
@@ -207,6 +218,7 @@ def grid(axes: Grid, tables: GridTables) -> Iterator[Workload]:
             alpha=alpha,
             weighted=axes.weighted,
             vbe=axes.vbe,
+            data_type=axes.data_type,
             group="grid",
         )
 
@@ -225,7 +237,7 @@ def workloads(suite: Suite, tables: GridTables) -> list[Workload]:
     shapes += launch_bound()
     shapes += itertools.chain.from_iterable(map(sweep, suite.sweep))
     cells = itertools.chain.from_iterable(grid(axes, tables) for axes in suite.grid)
-    shapes += sorted(cells, key=lambda w: (zlib.crc32(w.name.encode()) % _ROUNDS, w.dims, w.rows))
+    shapes += sorted(cells, key=lambda w: (zlib.crc32(w.name.encode()) % _ROUNDS, w.dims, w.rows, w.data_type))
     names = [shape.name for shape in shapes]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ConfigError(f"grid, sweep: the shape {twice[0]!r} is there twice")
