@@ -351,7 +351,8 @@ def _html(head: Sequence[str], rows: Rows) -> str:
 
 
 def _md(head: Sequence[str], rows: Rows) -> list[str]:
-    return ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)]
+    lines = [[cell.replace("|", "\\|") for cell in row] for row in (head, ["---"] * len(head), *rows)]
+    return ["| " + " | ".join(line) + " |" for line in lines]
 
 
 def _yaml(report: Report) -> str:
