@@ -10,6 +10,7 @@ MEAN, the optimizer, and what reads the rows after the first step.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -324,3 +325,14 @@ def assert_within(actual: Tensor, expected: Tensor, bound: Tensor, what: str) ->
         f"{what}: {actual.flatten()[worst].item()} instead of {expected.flatten()[worst].item()}, "
         f"off by more than {bound.expand_as(expected).flatten()[worst].item():.3g} at flat index {worst.item()}"
     )
+
+
+def compiled_kernels() -> int:
+    """How many variants Triton has compiled for this device, over all kernels of the package."""
+    import triton
+
+    from torchrec_triton.kernels import backward, bounds_check, common, forward, transpose
+
+    modules: list[ModuleType] = [backward, bounds_check, common, forward, transpose]
+    functions = {id(f): f for m in modules for f in vars(m).values() if isinstance(f, triton.runtime.jit.JITFunction)}
+    return sum(len(f.device_caches[torch.cuda.current_device()][0]) for f in functions.values())

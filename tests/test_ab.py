@@ -22,6 +22,7 @@ import pytest
 import torch
 import yaml
 from distributed_harness import ranks
+from harness import compiled_kernels
 from torch import distributed as dist
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.planner import EmbeddingShardingPlanner
@@ -989,8 +990,17 @@ def check_gpu_report(report: dict[str, Any]) -> None:
 
 
 @pytest.mark.gpu
-def test_one_gpu():
+def test_one_gpu(monkeypatch):
+    """No step waits for a kernel to be compiled."""
+    counts, advance = [], Arm.advance
+
+    def noted(*args: Any) -> None:
+        counts.append(compiled_kernels())
+        advance(*args)
+
+    monkeypatch.setattr(Arm, "advance", noted)
     check_gpu_report(compared(with_changes(compute_kernel="fused_triton", steps=40)))
+    assert counts[0] > 0 and set(counts) == {counts[0]} and compiled_kernels() == counts[0]
 
 
 ALLOCATED_ONCE = """

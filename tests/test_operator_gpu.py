@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -28,6 +27,7 @@ from harness import (
     check_output,
     check_update,
     check_weight_gradient,
+    compiled_kernels,
     contents,
     make_batch,
     same_bits,
@@ -439,17 +439,6 @@ def test_the_host_does_not_wait_for_the_device(name: str) -> None:
     torch.cuda.synchronize()
     finished = time.perf_counter() - begin
     assert finished > 0.1 and enqueued < finished / 4
-
-
-def compiled_kernels() -> int:
-    """How many variants Triton has compiled for this device, over all kernels of the package."""
-    import triton
-
-    from torchrec_triton.kernels import backward, bounds_check, common, forward, transpose
-
-    modules: list[ModuleType] = [backward, bounds_check, common, forward, transpose]
-    functions = {id(f): f for m in modules for f in vars(m).values() if isinstance(f, triton.runtime.jit.JITFunction)}
-    return sum(len(f.device_caches[torch.cuda.current_device()][0]) for f in functions.values())
 
 
 def test_sizes_and_hyper_parameters_are_run_time_values() -> None:
