@@ -131,13 +131,16 @@ def test_three_steps_of_any_batch_match_fbgemm(case: Case, options: dict[str, An
     if case.batch_sizes is not None:
         case = replace(case, index_dtype=torch.int64)
     ours, theirs = build(case, device, strict=True), build(case, device, FBGEMM)
+    # FBGEMM's CPU kernel adds up the lookups of a row one after another: 300 equal ones leave it 2e-5 from the exact
+    # sum of 3, and ours, which adds up tiles, 2e-6.
+    serial = 2 * U * sum(case.lengths)
     for number in range(3):
         batch = make_batch(case, device, number)
-        torch.testing.assert_close(step(ours, case, batch), step(theirs, case, batch), rtol=1e-5, atol=1e-5)
-    # Both are within a few fp32 roundings of the exact step, and a step changes little where the state is not small.
+        torch.testing.assert_close(step(ours, case, batch), step(theirs, case, batch), rtol=1e-5, atol=1e-5 + serial)
+    # Else both are within a few fp32 roundings of the exact step, which changes little where the state is not small.
     for mine, its in zip(contents(ours), contents(theirs), strict=True):
         for a, b in zip(mine, its, strict=True):
-            torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)
+            torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5 + serial)
     assert ours.iter.item() == theirs.iter.item() and ours.step == theirs.step
 
 
