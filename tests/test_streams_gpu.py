@@ -80,6 +80,60 @@ def test_lookups_on_a_stream_of_their_own(weighted: bool) -> None:
             assert torch.equal(got[table][0][1], values), table
 
 
+def alternating(module: Any, cases: list[harness.Case], streams: list[torch.cuda.Stream]) -> list[Tensor]:
+    """Outputs and per-sample weight gradients of 200 steps on one stream after the other; each waits for the step
+    before it, and for nothing else. Both streams overwrite what lies free in them while a step is on its way."""
+    batches = [(case, harness.make_batch(case, "cuda", number)) for number, case in enumerate(cases)]
+    torch.cuda.synchronize()
+    results = []
+    for number in range(200):
+        here, there = streams[number % 2], streams[1 - number % 2]
+        case, batch = batches[number % len(batches)]
+        here.wait_stream(there)
+        with torch.cuda.stream(here):
+            weights = batch.per_sample_weights
+            own = replace(  # in memory of this stream
+                batch,
+                indices=batch.indices.clone(),
+                offsets=batch.offsets.clone(),
+                per_sample_weights=None if weights is None else weights.clone().requires_grad_(),
+            )
+            out = module(own.indices, own.offsets, **own.kwargs(case))
+        with torch.cuda.stream(there):
+            churn()
+        with torch.cuda.stream(here):
+            gradient = batch.grad_output.clone()
+            churn()
+            out.backward(gradient)
+            results.append(out.detach().clone())
+            if own.per_sample_weights is not None:
+                results.append(own.per_sample_weights.grad)
+            del own, out, gradient
+            churn()
+        with torch.cuda.stream(there):
+            churn()
+    torch.cuda.synchronize()
+    return results
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_module_whose_calls_alternate_between_two_streams(weighted: bool) -> None:
+    """Batches of several sizes, so that whatever is kept between calls would have to grow."""
+    cases = [
+        harness.Case(
+            rows=(300, 5000), dims=(64, 128), feature_table_map=(0, 1), lengths=(8,) * 2 * batch, weighted=weighted
+        )
+        for batch in (64, 1024, 256, 4096, 512)
+    ]
+    module, check = (harness.build(cases[0], "cuda", strict=True) for _ in range(2))
+    one, two = torch.cuda.Stream(), torch.cuda.Stream()
+    got, want = alternating(module, cases, [one, two]), alternating(check, cases, [one, one])
+    for number, pair in enumerate(zip(got, want, strict=True)):
+        assert torch.equal(*pair), f"result {number}"
+    assert harness.same_bits(harness.contents(module), harness.contents(check))
+    assert all(state.count_nonzero() for state in harness.contents(module).states)
+
+
 @pytest.mark.parametrize("stream", ["new", "current"])
 def test_the_fused_pipelines_streams(stream: str) -> None:
     """Its lookups run on the stream of the batches' exchange by default."""

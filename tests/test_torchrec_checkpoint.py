@@ -2,18 +2,40 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from distributed_harness import ranks
+from distributed_harness import ranks, use_local_size
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import distributed as dist
 from torch.distributed import checkpoint
 from torch.distributed._shard.metadata import ShardMetadata
-from torchrec_cases import Case, Table, Trained, assemble, check_same, local_shards, lookups, shard, snapshot, step
+from torchrec.distributed.planner import Topology
+from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec_cases import (
+    PATH,
+    Case,
+    Model,
+    Table,
+    Trained,
+    assemble,
+    check_same,
+    collection,
+    fused_params,
+    local_shards,
+    lookups,
+    rank_device,
+    shard,
+    snapshot,
+    step,
+)
+
+from torchrec_triton.module.sharding import TritonEmbeddingBagCollectionSharder
+from torchrec_triton.plan.planner import make_planner
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -79,14 +101,18 @@ def train_and_save(case: Case, path: str) -> Trained:
     return snapshot(model, outputs)
 
 
-def load_and_step(case: Case, path: str) -> tuple[Trained, Trained]:
-    """(as loaded, after the next step)."""
-    model = shard(case)
-    step(model, case, 77, ranks_merged=2)  # so that there is something to overwrite
+def load(model: Any, path: str) -> None:
     state = contents(model)
     checkpoint.load(state, checkpoint_id=path)
     model.load_state_dict(state["model"])
     model.fused_optimizer.load_state_dict(state["optimizer"])
+
+
+def load_and_step(case: Case, path: str) -> tuple[Trained, Trained]:
+    """(as loaded, after the next step)."""
+    model = shard(case)
+    step(model, case, 77, ranks_merged=2)  # so that there is something to overwrite
+    load(model, path)
     loaded = snapshot(model, [])
     return loaded, snapshot(model, [step(model, case, case.steps, ranks_merged=2)])
 
@@ -134,6 +160,79 @@ def test_other_number_of_ranks(
             )
 
 
+class OfferingAll(TritonEmbeddingBagCollectionSharder):
+    """To planners: TorchRec's offers no sharding by rows on a CPU."""
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        return super().sharding_types("cuda")
+
+
+def planned(case: Case, kind: str) -> Any:
+    """A model, sharded by the plan that our planner finds."""
+    use_local_size(2)
+    device, sharders = rank_device().type, [OfferingAll(fused_params=fused_params(case))]
+    constraints = {t.name: ParameterConstraints(sharding_types=[kind], min_partition=4) for t in case.tables}
+    topology = Topology(world_size=2, local_world_size=2, compute_device=device)
+    planner = make_planner("fused_triton", topology, constraints=constraints, debug=False)
+    tables = collection(case)
+    plan = planner.collective_plan(Model(tables), sharders, dist.GroupMember.WORLD)
+    assert {sharding.sharding_type for sharding in plan.plan[PATH].values()} == {kind}
+    return shard(case, tables, plan=plan)
+
+
+def pass_on(case: Case, kind: str, path: str) -> list[tuple[Trained, Trained]]:
+    """Each (as it is, after the next step): a trained model, one that has its state dict, one loaded from a checkpoint
+    of the latter."""
+    models = [planned(case, kind) for _ in range(3)]
+    for number, model in enumerate(models):
+        step(model, case, 77 + number)  # so that there is something to overwrite
+    first, second, third = models
+    second.load_state_dict(first.state_dict())
+    second.fused_optimizer.load_state_dict(first.fused_optimizer.state_dict())
+    checkpoint.save(contents(second), checkpoint_id=path)
+    load(third, path)
+    before = [snapshot(model, []) for model in models]
+    return [(was, snapshot(model, [step(model, case, 0)])) for was, model in zip(before, models, strict=True)]
+
+
+@pytest.mark.parametrize("kind", ["table_wise", "column_wise", "row_wise", "table_row_wise"])
+def test_what_the_planner_shards_is_passed_on(tmp_path: Path, kind: str) -> None:
+    case = Case((Table("a", "tw0", rows=7), Table("b", "tw0", dim=16, features=2)))
+    of_ranks = ranks(2).run(pass_on, case, kind, str(tmp_path))
+    first, *others = zip(*of_ranks, strict=True)  # of both ranks
+    shards = [s for was, _ in first for s in was.weights["a"]]
+    assert len(shards) == (1 if kind == "table_wise" else 2)
+    assert {kernel for was, _ in first for kernel in was.kernels.values()} == {"BatchedFusedTritonEmbeddingBag"}
+    for other in others:
+        for moment in range(2):
+            check_same([one[moment] for one in other], [one[moment] for one in first], rtol=0, atol=0)
+
+
+def stored(path: Path, entry: str) -> list[torch.Tensor]:
+    """The pieces of an entry as they lie in a checkpoint's files."""
+    pieces = []
+    for index, place in checkpoint.FileSystemReader(path).read_metadata().storage_data.items():
+        if index.fqn == entry:
+            content = (path / place.relative_path).read_bytes()[place.offset : place.offset + place.length]
+            pieces.append(torch.load(io.BytesIO(content), weights_only=True))
+    return pieces
+
+
+@pytest.mark.parametrize("sharding, pieces", [("tw0", 1), ("rw", 2)])
+def test_row_state_is_a_scalar_a_row(tmp_path: Path, sharding: str, pieces: int) -> None:
+    """In the files too, whatever the dim: nothing is padded."""
+    case = Case(tuple(Table(f"t{dim}", sharding, rows=7, dim=dim) for dim in (4, 20, 1020)), steps=1)
+    saved = ranks(2).run(train_and_save, case, str(tmp_path))
+    metadata = checkpoint.FileSystemReader(tmp_path).read_metadata().state_dict_metadata
+    for table in case.tables:
+        entry = f"optimizer.state.ebc.embedding_bags.{table.name}.weight.{table.name}.momentum1"
+        assert (metadata[entry].size, metadata[entry].properties.dtype) == ((7,), torch.float32)
+        tensors = stored(tmp_path, entry)
+        assert len(tensors) == pieces and sum(t.untyped_storage().nbytes() for t in tensors) == 4 * 7
+        values = assemble(s for rank in saved for s in rank.state.get(table.name, []))
+        assert sorted(torch.cat(tensors).tolist()) == sorted(values.tolist()) and values.count_nonzero()
+
+
 def load_wrong_width(case: Case, path: str) -> str:
     try:
         load_and_step(case, path)
@@ -142,11 +241,15 @@ def load_wrong_width(case: Case, path: str) -> str:
     return "nothing was raised"
 
 
-def test_state_of_another_width_is_refused(tmp_path: Path) -> None:
-    case = Case((Table("a", "tw0", rows=10),))
+@pytest.mark.parametrize(
+    "other, sizes", [({"rows": 12}, ("[10, 20]", "[12, 20]")), ({"dim": 12}, ("[10, 20]", "[10, 12]"))]
+)
+def test_state_of_another_width_is_refused(tmp_path: Path, other: dict[str, int], sizes: tuple[str, str]) -> None:
+    case = Case((Table("a", "tw0", rows=10, dim=20),))
     ranks(2).run(train_and_save, case, str(tmp_path))
-    for message in ranks(2).run(load_wrong_width, Case((Table("a", "tw0", rows=12),)), str(tmp_path)):
-        assert "12" in message and "10" in message, message
+    changed = Case((replace(case.tables[0], **other),))
+    for message in ranks(2).run(load_wrong_width, changed, str(tmp_path)):
+        assert all(size in message for size in sizes), message
 
 
 def set_step(kernel: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +29,7 @@ from torchrec_cases import (
     check_same,
     collection,
     expected,
+    fill,
     jagged,
     shard,
     snapshot,
@@ -254,30 +256,55 @@ def test_row_state_belongs_to_a_column_shard() -> None:
     torch.testing.assert_close(moved, torch.full((128,), 0.1), atol=1e-6, rtol=0)
 
 
-def two_backwards(split: bool) -> Trained:
-    case = Case((Table("a", "tw0", rows=3),))
+def backwards(case: Case, how: str) -> tuple[Trained, bool]:
+    """Row 1 is looked up twice with gradient 1; with it, whether the optimizer's own methods left the tables alone."""
     model = shard(case)
-    bags = [torch.tensor([1]), torch.tensor([1])] if split else [torch.tensor([1, 1])]
-    for ids in bags:
+    fill(model, {"a": torch.ones(3, 8)})
+    optimizer, alone = model.fused_optimizer, True
+
+    def call(method: Callable[[], Any]) -> None:
+        nonlocal alone
+        before = snapshot(model, [])
+        method()
+        after = snapshot(model, [])
+        for was, now in ((before.weights, after.weights), (before.state, after.state)):
+            alone &= all(torch.equal(x, y) for t in was for (_, x), (_, y) in zip(was[t], now[t], strict=True))
+
+    for ids in [[1, 1]] if how == "whole" else [[1]] if how == "retained" else [[1], [1]]:
         # One bag a lookup, on rank 0 alone; the gradient is 1 after the division by two ranks.
-        lengths = torch.ones(ids.numel(), dtype=torch.long)
+        values, lengths = torch.tensor(ids), torch.ones(len(ids), dtype=torch.long)
         if dist.get_rank() == 1:
-            ids, lengths = ids[:0], torch.zeros_like(lengths)
-        out = model(KeyedJaggedTensor(["a_f0"], ids, lengths=lengths)).values()
-        before = model.fused_optimizer
-        before.zero_grad()
-        (out * 2).sum().backward()
-        before.step()
-    return snapshot(model, [])
+            values, lengths = values[:0], torch.zeros_like(lengths)
+        call(optimizer.zero_grad)
+        loss = (model(KeyedJaggedTensor(["a_f0"], values, lengths=lengths)).values() * 2).sum()
+        loss.backward(retain_graph=how == "retained")
+        if how == "retained":
+            loss.backward()
+        call(optimizer.step)
+        call(optimizer.zero_grad)
+    return snapshot(model, []), alone
 
 
-def test_each_backward_updates() -> None:
+@pytest.mark.parametrize(
+    "how, state, weight",
+    [
+        ("halves", 2.0, 1 - 0.1 - 0.1 / 2**0.5),
+        ("retained", 2.0, 1 - 0.1 - 0.1 / 2**0.5),
+        ("whole", 4.0, 1 - 0.1),
+    ],
+)
+def test_each_backward_updates(how: str, state: float, weight: float) -> None:
     """Two halves of a batch are two updates, as with FBGEMM; step() and zero_grad() change no weight."""
-    start = Table("a", "tw0", rows=3).initial()[1]
-    for split, state, moved in ((True, 2.0, 0.1 + 0.1 / 2**0.5), (False, 4.0, 0.1)):
-        got = ranks(2).run(two_backwards, split)
-        torch.testing.assert_close(assemble(got[0].state["a"])[1], torch.tensor(state))
-        torch.testing.assert_close(assemble(got[0].weights["a"])[1], start - moved)
+    case = Case((Table("a", "tw0", rows=3),), fused_params={"eps": 0.0})
+    ours, theirs = (ranks(2).run(backwards, case.with_kernel(kernel), how) for kernel in ("fused_triton", "fused"))
+    for got in (ours, theirs):
+        assert all(alone for _, alone in got)
+        trained = got[0][0]
+        torch.testing.assert_close(assemble(trained.state["a"]), torch.tensor([0.0, state, 0.0]))
+        expected = torch.tensor([1.0, weight, 1.0])[:, None].expand(3, 8)
+        torch.testing.assert_close(assemble(trained.weights["a"]), expected, rtol=0, atol=2e-7)
+    check_same([trained for trained, _ in ours], [trained for trained, _ in theirs], rtol=0, atol=2e-7)
+    assert set(ours[0][0].kernels.values()) == {OURS}
 
 
 # --- feature processors ---------------------------------------------------------------------------------------------
