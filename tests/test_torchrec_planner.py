@@ -560,6 +560,15 @@ def test_an_explicit_optimizer_is_what_torchrec_makes_of_it(
     assert found[0] == (expected or found[0][0], pytest.approx(0.5 if applied else 0.1))
 
 
+def test_planning_leaves_applied_optimizers_alone() -> None:
+    """Their keywords are the caller's dict, one for all parameters."""
+    model, keywords = tables({"name": "a"}, {"name": "b"}), {"lr": 0.1}
+    apply_optimizer_in_backward(RowWiseAdagrad, model.parameters(), keywords)
+    assert set(kernels(planned(model, constraints=on_one_type("table_wise", "a", "b"))).values()) == {"fused_triton"}
+    assert keywords == {"lr": 0.1}
+    apply_optimizer_in_backward(torch.optim.Adagrad, [nn.Parameter(torch.zeros(1))], keywords)
+
+
 def test_constraints_and_fused_params_are_left_alone() -> None:
     constraints = on_one_type("table_wise", "t", output_dtype=DataType.FP16)
     the_sharders = sharders(eps=1e-3)

@@ -46,9 +46,17 @@ def collection_reasons(
     params: one for every table. fused_params: the sharder's. TorchRec itself merges the two with the optimizer that was
     applied to the parameter, so what is judged is what FBGEMM's constructor would be given.
     """
-    infos = ShardedEmbeddingBagCollection.create_grouped_sharding_infos(
-        module, dict(params), "embedding_bags.", dict(fused_params or {})
-    )
+    # TorchRec rewrites what was given to apply_optimizer_in_backward in place; to judge must not change it.
+    applied = [kwargs for parameter in module.parameters() for kwargs in getattr(parameter, "_optimizer_kwargs", ())]
+    before = [dict(kwargs) for kwargs in applied]
+    try:
+        infos = ShardedEmbeddingBagCollection.create_grouped_sharding_infos(
+            module, dict(params), "embedding_bags.", dict(fused_params or {})
+        )
+    finally:
+        for kwargs, kept in zip(applied, before):
+            kwargs.clear()
+            kwargs.update(kept)
     reasons = {}
     for info in (info for group in infos.values() for info in group):
         table = info.embedding_config
