@@ -1,19 +1,25 @@
-"""Sharding from the meta device takes the memory of the local shard and its state, once."""
+"""Sharding from the meta device takes the memory of the local shard and its state, once; training takes what a plan
+counts."""
 
 from __future__ import annotations
 
 import gc
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from distributed_harness import ranks, use_local_size
 from torch import distributed as dist
 from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.planner import Topology
+from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import ShardingEnv
 from torchrec.modules.embedding_configs import DataType
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_cases import Case, Model, Table, collection, fused_params, make_plan, rank_device
 
+from torchrec_triton import make_planner
 from torchrec_triton.module.sharding import TritonEmbeddingBagCollectionSharder
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -75,3 +81,38 @@ def test_no_gpu_holds_more_than_its_shard(world_size: int, data_type: DataType) 
     for on_host, on_gpu in ranks(world_size, "nccl").run(growth, rows, data_type):
         assert on_host < 200 * MB
         assert need <= on_gpu < 1.1 * need
+
+
+def planned_and_taken(choice: Any, weighted: bool, rows: int, batch: int, length: int) -> tuple[int, int]:
+    """On the only rank: bytes that the plan of 8 tables counts, and the most that sharding and two steps hold."""
+    names = [f"t{i}" for i in range(8)]
+    case = Case(tuple(Table(name, "tw0", rows=rows, dim=128) for name in names), weighted=weighted)
+    constraints = {name: ParameterConstraints(["table_wise"], pooling_factors=[float(length)]) for name in names}
+    device, sharders = rank_device(), [TritonEmbeddingBagCollectionSharder(fused_params=fused_params(case))]
+    topology = Topology(world_size=1, compute_device=device.type)
+    planner = make_planner(choice, topology, batch_size=batch, constraints=constraints, debug=False)
+    module = Model(collection(case, on="meta"))
+    plan = planner.collective_plan(module, sharders)
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    model = DistributedModelParallel(module, device=device, plan=plan, sharders=sharders)
+    for _ in range(2):
+        ids = torch.randint(rows, (8 * batch * length,), device=device)
+        lengths = torch.full((8 * batch,), length, device=device)
+        weights = torch.rand(ids.numel(), device=device) if weighted else None
+        keys = [feature for table in case.tables for feature in table.feature_names()]
+        model(KeyedJaggedTensor(keys, ids, weights, lengths)).values().sum().backward()
+    torch.cuda.synchronize()
+    return sum(report.bytes for report in planner.explain()), torch.cuda.max_memory_allocated() - before
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("choice", ["fused_triton", {"t0": "fused_triton", "*": "fused"}], ids=["triton", "both"])
+def test_training_takes_what_the_plan_counts(choice: Any, weighted: bool) -> None:
+    """1.6 GB of tables; ids, outputs and the backward's lists are a tenth of it."""
+    ((planned, taken),) = ranks(1, "nccl").run(planned_and_taken, choice, weighted, 400_000, 16_384, 20)
+    print(f"{choice}{' weighted' * weighted}: planned {planned / MB:,.0f} MB, taken {taken / MB:,.0f} MB")
+    assert taken == pytest.approx(planned, rel=0.1)
