@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -36,7 +37,8 @@ def groups(workloads: Iterable[Workload]) -> list[list[Workload]]:
 
 
 def first_steps(workloads: list[Workload]) -> None:
-    """A step of our side for each shape, in either rounding; what it compiles stays in Triton's cache."""
+    """A step of our side for each shape, and for few bags of its tables, in either rounding; what it compiles stays in
+    Triton's cache."""
     device = torch.device("cuda", torch.cuda.current_device())
     tables: Any = None
     tbe: Any = None
@@ -45,8 +47,8 @@ def first_steps(workloads: list[Workload]) -> None:
             tables, tbe = workload.tables, None
             torch.cuda.empty_cache()
             tbe = module(TritonTableBatchedEmbeddingBags, workload, device, strict=True)
-        batch = make_batch(workload, 0, device)
-        for stochastic in (False, True):
+        batches = [make_batch(shape, 0, device) for shape in (workload, workload.small())]
+        for stochastic, batch in itertools.product((False, True), batches):
             tbe.optimizer_args = tbe.optimizer_args._replace(stochastic_rounding=stochastic)
             out = tbe(batch.indices, batch.offsets, batch.weights, batch_size_per_feature_per_rank=batch.batch_sizes)
             out.backward(torch.zeros_like(out))

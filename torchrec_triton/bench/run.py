@@ -158,8 +158,8 @@ def measure(
     times = interleave(calls, inputs, grad, counted, timer, UNCOUNTED)
     hosts = interleave(calls, inputs, grad, host_runs, host_time, UNCOUNTED)
     row["waits_for_device"] = timer.waits
-    few = replace(workload, batch=8)
-    small, small_grad = make_batch(few, 0, device), torch.randn(few.output_shape, device=device)
+    small = make_batch(workload.small(), 0, device)
+    small_grad = torch.randn(workload.small().output_shape, device=device)
     for side in SIDES:
         memory = peak_bytes(calls[side], inputs[0], grad, small, small_grad)
         row[side] = {

@@ -44,6 +44,10 @@ class Workload:
         """What shapes have in common that can be measured on one pair of modules."""
         return self.rows, self.dims, self.data_type
 
+    def small(self) -> Workload:
+        """A step of so few bags of the same tables that what it takes of memory is nothing beside this shape."""
+        return replace(self, batch=8)
+
     @property
     def bags(self) -> tuple[int, ...]:
         """Bags of each feature. VBE: batch, 7/8, 6/8 and 5/8 of it, in turn."""
