@@ -117,7 +117,7 @@ def test_what_is_measured_adds_up(fused_report):
     assert arm["step_ms"]["p50"] <= arm["step_ms"]["p90"] <= arm["step_ms"]["p99"]
     assert min(arm["phase_ms"].values()) > 0 and sum(arm["phase_ms"].values()) < 3 * arm["step_ms"]["p90"]
     assert arm["examples_per_second"] == pytest.approx(2 * 8 / arm["step_ms"]["mean"] * 1e3)
-    # gloo's operations between two ranks: they overlap, and take no longer than the steps
+    # gloo's operations between two ranks, in steps that the profiler slows down
     assert 0 < arm["profile"]["collective_ms"] < 10 * arm["step_ms"]["p99"]
     assert arm["peak_memory_mb"] is None  # a CPU
     low, high = fused_report["speed_ratio"]["p50"]["interval"]

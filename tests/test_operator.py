@@ -121,7 +121,7 @@ def test_two_steps_of_any_batch_match_the_reference(case: Case, options: dict[st
 
 
 @every_way
-@settings(max_examples=15)
+@settings(max_examples=17)
 @given(case=cases(precisions=("FP32",), output_dtypes=("FP32",), pruned=False, min_batch=1), options=OPTIMIZERS)
 def test_three_steps_of_any_batch_match_fbgemm(case: Case, options: dict[str, Any]) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -35,7 +35,7 @@ from torchrec_triton.plan.planner import make_planner, with_compute_kernel
 from torchrec_triton.plan.reasons import FUSED_TRITON
 
 PIPELINES = {"sparse_dist": TrainPipelineSparseDist, "base": TrainPipelineBase}
-CPU_OPTIMIZERS = ("EXACT_ROWWISE_ADAGRAD", "EXACT_SGD", "EXACT_ADAGRAD", "EMAINPLACE_ROWWISE_ADAGRAD")  # FBGEMM's
+_CPU_OPTIMIZERS = ("EXACT_ROWWISE_ADAGRAD", "EXACT_SGD", "EXACT_ADAGRAD", "EMAINPLACE_ROWWISE_ADAGRAD")  # FBGEMM's
 PHASES = ("input", "forward", "backward", "optimizer")
 _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -187,10 +187,10 @@ class Arm:
         torch.manual_seed(config.seed)
         self.config, self.here, self._live, self.peak, self.trained = config, here, 0, 0, 0
         begin = here.allocated()
-        if here.device.type == "cpu" and config.optimizer.name not in CPU_OPTIMIZERS:
+        if here.device.type == "cpu" and config.optimizer.name not in _CPU_OPTIMIZERS:
             raise ConfigError(
                 f"optimizer.name: FBGEMM's CPU kernels have no {config.optimizer.name}; on a machine without a GPU "
-                f"take one of {', '.join(CPU_OPTIMIZERS)}"
+                f"take one of {', '.join(_CPU_OPTIMIZERS)}"
             )
         self.net = Recommender(config, dense, here.device)
         sharder = TritonEmbeddingBagCollectionSharder(fused_params=config.torchrec_fused_params())
@@ -321,10 +321,10 @@ class Arm:
                 raise ConfigError(f"{folder}: this checkpoint has no {name}, and the configuration has")
             if size and list(getattr(saved[name], "size", size)) != size:
                 raise ConfigError(f"{folder}: {name} is {list(saved[name].size)} in it, and {size} here")
-        names: list[Any] = [None] * self.here.world_size
-        dist.all_gather_object(names, set(sizes))  # a rank has no state of tables that it has no shard of
-        tensors = [name for name in saved if getattr(saved[name], "size", ())]
-        if left := [name for name in tensors if name not in set().union(*names)]:
+        everywhere: list[Any] = [None] * self.here.world_size
+        dist.all_gather_object(everywhere, set(sizes))  # a rank has no state of tables that it has no shard of
+        known = set().union(*everywhere)
+        if left := [name for name in saved if getattr(saved[name], "size", ()) and name not in known]:
             raise ConfigError(
                 f"{folder}: this checkpoint has {left[0]}, and the configuration has not; do tables or optimizer.name "
                 "differ?"

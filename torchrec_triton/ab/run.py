@@ -17,7 +17,7 @@ from torchrec_triton.ab.arm import LaunchError, Place, place
 from torchrec_triton.ab.sources import open_source
 from torchrec_triton.config import Config, ConfigError, load_config
 from torchrec_triton.plan.estimator import KERNELS
-from torchrec_triton.plan.files import load_plan
+from torchrec_triton.plan.files import extent, load_plan
 from torchrec_triton.plan.reasons import FUSED_TRITON, UnsupportedTableError, planned_device_type
 
 
@@ -123,9 +123,7 @@ def _plan(path: Path, config: Config, here: Place) -> ShardingPlan:
             f"{here.device.type} rank(s){' and also ' + ', '.join(missing) if missing else ''}"
         )
     for table in config.model.tables:
-        shards = getattr(tables[table.name].sharding_spec, "shards", [])
-        ends = [[at + size for at, size in zip(shard.shard_offsets, shard.shard_sizes)] for shard in shards]
-        if ends and (held := [max(end) for end in zip(*ends)]) != [table.rows, table.dim]:
+        if (held := extent(tables[table.name])) not in ([], [table.rows, table.dim]):
             raise ConfigError(
                 f"{path}: table {table.name} is [{', '.join(map(str, held))}] in the plan, and [{table.rows}, "
                 f"{table.dim}] (rows, dim) in the configuration: make a plan for this configuration"

@@ -61,6 +61,13 @@ def load_plan(path: str | Path) -> ShardingPlan:
         raise ValueError(f"{path} is no saved plan: {what}") from error
 
 
+def extent(sharding: ParameterSharding) -> list[int]:
+    """[rows, dim] that the shards of a table reach to; empty where it has none."""
+    shards = getattr(sharding.sharding_spec, "shards", [])
+    ends = [[at + size for at, size in zip(shard.shard_offsets, shard.shard_sizes)] for shard in shards]
+    return [max(end) for end in zip(*ends)]
+
+
 def _sharding(table: str, value: Any) -> ParameterSharding:
     """As `save_plan` wrote it, checked."""
     try:
@@ -81,8 +88,7 @@ def _sharding(table: str, value: Any) -> ParameterSharding:
                 raise ValueError(f"placement {shard.placement} is none such as rank:0/cuda:0")
             if ranks and shard.placement.rank() not in ranks:
                 raise ValueError(f"placement {shard.placement} is on none of the ranks {ranks}")
-        ends = [[at + size for at, size in zip(s.shard_offsets, s.shard_sizes)] for s in shards]
-        if ends and sum(math.prod(s.shard_sizes) for s in shards) != math.prod(max(end) for end in zip(*ends)):
+        if shards and sum(math.prod(shard.shard_sizes) for shard in shards) != math.prod(extent(sharding)):
             raise ValueError("sharding_spec: its shards leave a part of the table out, or overlap")
     except KeyError as error:
         raise ValueError(f"table {table}: there is no {error}") from error
