@@ -171,12 +171,13 @@ def _step(case: Case) -> None:
     weights = torch.empty(starts[-1], dtype=case.weights, device=META)
     state = torch.empty(layout.num_keys, device=META)
     output = torch.empty(batch.output_size, dtype=case.output, device=META)
-    ops.check_bounds(layout, batch, torch.empty(1, dtype=torch.int64, device=META))
-    ops.lookup(layout, weights, batch, output)
+    repairs = torch.empty(1, dtype=torch.int64, device=META)
+    ops.check_offsets(layout, batch, repairs)
+    ops.lookup(layout, weights, batch, output, repairs if case.trusted else None)
     if case.weighted:
         wanted = torch.empty(features, dtype=torch.int32, device=META) if case.vbe else None
         ops.sample_weight_grad(layout, weights, output, batch, wanted, case.clip)
-    ops.update(layout, weights, state, output, batch, optimizer)
+    ops.update(layout, weights, state, output, ops.find_runs(layout, batch), optimizer)
 
 
 def _inspect(kernel: JITFunction, result: Any, kwargs: dict[str, Any]) -> Compiled:

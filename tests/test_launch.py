@@ -62,7 +62,7 @@ class FakeCompiled:
 
 @pytest.fixture
 def h200(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_current_stream", lambda device: 7)
+    monkeypatch.setattr(launch, "current_stream", lambda device: 7)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     gpu = SimpleNamespace(
         multi_processor_count=132,
@@ -249,7 +249,7 @@ def test_what_cubs_sort_keeps_holds_no_memory(monkeypatch: pytest.MonkeyPatch, e
     monkeypatch.setattr(sort, "get_cache_manager", lambda key: SimpleNamespace(get_file=lambda name: __file__))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7))
+    monkeypatch.setattr(sort, "current_stream", lambda device: 7)
     radix = sort._RadixSort(torch.device("cpu"), torch.int32, torch.int32)
     empty_like, spares = torch.empty_like, []
 

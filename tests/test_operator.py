@@ -995,6 +995,49 @@ def test_an_id_is_judged_by_the_table_that_reads_it_whatever_the_offsets(
 
 
 @every_way
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("variable", [False, True])
+def test_every_id_out_of_range_is_repaired_and_counted_once(
+    dtype: torch.dtype, variable: bool, device: torch.device
+) -> None:
+    # Bags longer than what the lookup checks at a step, short ones, empty ones; a wrong id in every seventh place.
+    lengths = (600, 0, 1, 300, 5, 2, 0, 3, 700, 4)
+    case = Case(rows=(9, 800), dims=(8, 20), feature_table_map=(0, 1), lengths=lengths, seed=3)
+    if variable:
+        case = replace(case, batch_sizes=((6,), (4,)))
+    module = build(case, device, strict=True)
+    before, batch = contents(module), make_batch(case, device)
+    ids, offsets = batch.indices.to(dtype), batch.offsets.to(dtype)
+    border = int(offsets[6 if variable else 5])  # of the tables
+    rows = torch.where(torch.arange(ids.numel(), device=device) < border, *case.rows)
+    wrong = torch.arange(ids.numel(), device=device) % 7 == 3
+    given = torch.where(wrong, torch.where(torch.arange(ids.numel(), device=device) % 2 == 0, -2, rows), ids).to(dtype)
+    right = torch.where(wrong, 0, ids)
+    out = module(given, offsets, **batch.kwargs(case))
+    assert torch.equal(given, right)
+    assert module.bounds_check_warning.item() == wrong.sum().item()
+    check_output(case, replace(batch, indices=right.long()), before, out, exact=True)
+
+
+@pytest.mark.parametrize("few", [True, False])
+def test_where_runs_are_found(few: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not few:
+        monkeypatch.setattr(tuning, "TILES", replace(tuning.TILES, few=0))
+    found = []
+    find = ops.find_runs
+    monkeypatch.setattr(ops, "find_runs", lambda *args: found.append(0) or find(*args))
+    module, batch = one_table(2, 4, [1], [0, 1], device)
+    with torch.no_grad():
+        module(*batch)
+    assert not found
+    out = module(*batch)
+    assert len(found) == few
+    out.backward(bag_gradient([1.0], 4, device))
+    assert len(found) == 1
+    assert out.grad_fn.runs is None  # its memory is free although the output lives
+
+
+@every_way
 @pytest.mark.parametrize("offsets", [[0, 3, 2], [0, 5, 4], [-1, 2, 3], [0, 2, 99], [3, 0, 0], [2, 2, 2]])
 def test_offsets_that_are_not_checked_never_reach_outside(offsets: list[int], device: torch.device) -> None:
     module = two_tables(device, strict=True, bounds_check_mode="NONE")

@@ -6,6 +6,9 @@ different lengths would leave most of the tile idle: then the program takes them
 bag at a step. So it does, with fewer bags a program, where bags are long and too few to fill the GPU. Which way depends
 on the batch alone, so equal inputs give equal bits.
 
+Where ids are to be checked, a program first reads those of its bags, which the lookup then finds in the cache, and
+repairs what is out of range as FBGEMM's WARNING and IGNORE modes do.
+
 Sums are fp32 for fp16 and bf16 rows and fp64 for fp32 rows. Bytes that must move: the distinct rows, the ids, the
 output.
 """
@@ -84,6 +87,20 @@ def load_rows(table, ids, rows, dim, d, EXACT: tl.constexpr, TRUSTED: tl.constex
 
 
 @triton.jit
+def _repair(indices, begin, end, rows, repairs, TILE: tl.constexpr):
+    """Writes 0 in place of ids at [begin, end) that are out of range and not -1, and counts them."""
+    for tile in range(begin, end, TILE):
+        at = tile + tl.arange(0, TILE)
+        ids = tl.load(indices + at, mask=at < end, other=-1)
+        wrong = (ids + 1).to(tl.uint64) > rows.to(tl.uint64)
+        count = tl.sum(wrong.to(tl.int32), axis=0)
+        if count > 0:
+            tl.store(indices + at, tl.zeros(ids.shape, ids.dtype), mask=wrong)
+            tl.atomic_add(repairs, count.to(tl.int64))
+            tl.debug_barrier()  # other threads of the program read them next
+
+
+@triton.jit
 def _pool(
     output, table, indices, sample_weights, bag_output, offsets, first, begin_bag, count, rows, dim, column, num_ids,
     total_dim, d,
@@ -139,6 +156,7 @@ def tbe_fwd_kernel(
     sample_weights,
     bag_output,  # VBE: int64 [bags], output offset of each bag
     batch_offsets,  # VBE: [F + 1], first bag of each feature
+    repairs,  # int64 [1], the number of ids repaired, or None where ids are not to be repaired
     features,
     feature_meta,
     batch_size,  # bags a feature; VBE: the most bags of any feature
@@ -150,6 +168,7 @@ def tbe_fwd_kernel(
     WEIGHT_VEC: tl.constexpr,
     ACC: tl.constexpr,
     EXACT: tl.constexpr,
+    CHECK: tl.constexpr,  # ids checked at a step, or 0
     TRUSTED: tl.constexpr,
     WIDE: tl.constexpr,
     WEIGHTED: tl.constexpr,
@@ -165,6 +184,11 @@ def tbe_fwd_kernel(
     first, count = feature_range(feature, batch_offsets, batch_size, VBE)
     d = tl.arange(0, BLOCK_D)
     table, rows, dim, column = feature_table(weights, feature_meta, feature, d, WEIGHT_VEC, EXACT)
+    if CHECK:
+        own = offsets + first + begin_bag
+        begin = tl.load(own, mask=begin_bag < count, other=0).to(tl.int64)
+        end = tl.load(own + tl.minimum(each, count - begin_bag), mask=begin_bag < count, other=0).to(tl.int64)
+        _repair(indices, begin, end, rows, repairs, CHECK)
     look = 1  # lookups of a bag at a step, where the bags of the program fill its tile
     if BAGS >= 8:
         look = tl.where(each == BAGS // 4, 4, 1)

@@ -1,4 +1,4 @@
-"""The launchers: bounds check, pooled lookup, gradient of per-sample weights, and the update. The way into the kernels.
+"""The launchers: check of offsets, pooled lookup, gradient of per-sample weights, runs of ids, and the update.
 
 Functions take tensors and a `Batch`, launch on the current stream of the tensors' device and never wait for the device.
 Between calls nothing is kept but what was compiled.
@@ -17,9 +17,11 @@ from torchrec_triton.kernels.common import Batch, TableLayout, cdiv, num_warps, 
 from torchrec_triton.kernels.launch import Launcher, compile_only, kind_of
 
 # Blocks that a program of partial sums looks at where there are many, hardly any whole; and from one to the next.
+
 _GROUP, _APART = 8, 64
 _ENOUGH = 2**14  # programs of partial sums that keep a large GPU busy
 _BUSY = 2**11  # programs of the lookup that do
+_CHECK = 256  # ids that a program of the lookup checks at a step
 _EARLY = 2**12  # programs of the lookup, at most, that gain by getting in place early
 
 
@@ -90,7 +92,7 @@ def compile_step(
 ) -> list[str]:
     """Compiles what a forward and a backward of such calls launch; runs no kernel. Returns the kernels' names.
 
-    repairs: the counter of the bounds check, or None where there is none.
+    repairs: the counter of repaired ids and offsets, or None where none are repaired.
     """
     device, features, tiles = weights.device, layout.num_features, tuning.TILES
 
@@ -113,47 +115,48 @@ def compile_step(
             )  # fmt: skip
             out = empty(layout.total_dim, output)
             if repairs is not None:
-                check_bounds(layout, batch, repairs)
+                check_offsets(layout, batch, repairs)
             for bags in (1, 2**18):  # programs get in place early, or they are too many
-                lookup(layout, weights, replace(batch, batch_size=bags), out)
+                lookup(layout, weights, replace(batch, batch_size=bags), out, repairs)
             if weighted:
                 sample_weight_grad(layout, weights, out, batch, None, optimizer.max_gradient)
             for many in (batch.offsets, empty(max(num_ids, transpose.MANY_BAGS) + 1, ids)):  # bags
                 # It sorts, and so builds or loads the sort.
-                update(layout, weights, state, out, replace(batch, offsets=many, kind=None), optimizer)
+                runs = find_runs(layout, replace(batch, offsets=many, kind=None))
+                update(layout, weights, state, out, runs, optimizer)
     return names
 
 
-def check_bounds(layout: TableLayout, batch: Batch, repairs: torch.Tensor) -> None:
-    """Repairs ids and offsets of the batch in place where they are out of range, and adds the number of repairs.
+def check_offsets(layout: TableLayout, batch: Batch, repairs: torch.Tensor) -> None:
+    """Repairs offsets of the batch in place where they are out of range or decrease, and adds the number of bags that
+    needed it.
 
     repairs: int64 [1].
     """
     num_ids, num_bags = batch.indices.numel(), batch.offsets.numel() - 1
     if num_bags == 0:
         return
-    tile, early = 1024, num_ids <= tuning.TILES.few
+    tile, early = 1024, are_few(num_ids)
     launch = layout.launcher("check", batch.kind, kind_of(repairs), early)
     with _on(repairs.device):
         launch(
             "offsets", bounds_check.check_offsets_kernel, cdiv(num_bags, tile),
             batch.offsets, repairs, num_bags, num_ids, TILE=tile, num_warps=4, early=early,
         )  # fmt: skip
-        if num_ids:
-            launch(
-                "ids", bounds_check.check_ids_kernel, cdiv(num_ids, tile),
-                batch.indices, batch.offsets, batch.batch_offsets, layout.feature_meta, repairs, batch.batch_size,
-                num_ids, layout.num_features, TILE=tile, VBE=batch.batch_offsets is not None, num_warps=4, early=early,
-            )  # fmt: skip
 
 
-def lookup(layout: TableLayout, weights: torch.Tensor, batch: Batch, output: torch.Tensor) -> None:
-    """Writes the pooled rows of all bags. output: [B, total_dim], or 1-D under VBE; fp32, fp16 or bf16."""
+def lookup(
+    layout: TableLayout, weights: torch.Tensor, batch: Batch, output: torch.Tensor, repairs: torch.Tensor | None = None
+) -> None:
+    """Writes the pooled rows of all bags, and repairs ids that are out of range where `repairs` counts them.
+
+    output: [B, total_dim], or 1-D under VBE; fp32, fp16 or bf16. repairs: int64 [1], or None.
+    """
     num_ids, num_bags = batch.indices.numel(), batch.offsets.numel() - 1
     if num_bags == 0:
         return
     layout = _division(layout, num_ids)
-    launch = layout.launcher("lookup", batch.kind, kind_of(weights, output))
+    launch = layout.launcher("lookup", batch.kind, kind_of(weights, output, repairs))
     double = weights.dtype == torch.float32  # sums of fp32 rows
     with _on(weights.device):
         for index, bucket in enumerate(layout.buckets):
@@ -165,10 +168,10 @@ def lookup(layout: TableLayout, weights: torch.Tensor, batch: Batch, output: tor
             launch(
                 (index, early), forward.tbe_fwd_kernel, programs,
                 output, weights, batch.indices, batch.offsets, batch.sample_weights, batch.bag_output,
-                batch.batch_offsets, bucket.features, layout.feature_meta, batch.batch_size, num_ids, layout.total_dim,
-                each, BAGS=bags, BLOCK_D=bucket.block_d, WEIGHT_VEC=bucket.weight_vec,
+                batch.batch_offsets, repairs, bucket.features, layout.feature_meta, batch.batch_size, num_ids,
+                layout.total_dim, each, BAGS=bags, BLOCK_D=bucket.block_d, WEIGHT_VEC=bucket.weight_vec,
                 ACC=tl.float64 if double else tl.float32, EXACT=bucket.exact,
-                TRUSTED=batch.trusted, WIDE=layout.wide_rows,
+                CHECK=_CHECK if repairs is not None else 0, TRUSTED=batch.trusted, WIDE=layout.wide_rows,
                 WEIGHTED=batch.sample_weights is not None, MEAN=batch.mean, VBE=batch.bag_output is not None,
                 num_warps=num_warps(bucket.block_d, bags), early=early,
             )  # fmt: skip
@@ -206,7 +209,7 @@ def sample_weight_grad(
     if batch.indices.numel() == 0 or batch.offsets.numel() <= 1:
         return weight_grad
     clip = max_gradient is not None
-    layout, few = _division(layout, batch.indices.numel()), batch.indices.numel() <= tuning.TILES.few
+    layout, few = _division(layout, batch.indices.numel()), are_few(batch.indices.numel())
     launch = layout.launcher("weight grad", batch.kind, kind_of(weights, grad, wanted), clip, few)
     with _on(weights.device):
         for index, bucket in enumerate(layout.buckets):
@@ -224,31 +227,46 @@ def sample_weight_grad(
     return weight_grad
 
 
+def are_few(num_ids: int) -> bool:
+    """Whether so many lookups take the time of launches and chains of loads, and their runs so little memory that the
+    forward can find and keep them."""
+    return num_ids <= tuning.TILES.few
+
+
+def find_runs(layout: TableLayout, batch: Batch) -> transpose.Runs | None:
+    """All that the update needs to know of the ids: the lookups of every row. None where there are none."""
+    if batch.indices.numel() == 0 or batch.offsets.numel() <= 1 or layout.num_keys == 0:
+        return None
+    layout, few = _division(layout, batch.indices.numel()), are_few(batch.indices.numel())
+    launch = layout.launcher("runs", batch.kind, few)
+    with _on(batch.indices.device):
+        return transpose.transpose(layout, batch, launch, few)
+
+
 def update(
     layout: TableLayout,
     weights: torch.Tensor,
     state: torch.Tensor,
     grad: torch.Tensor,
-    batch: Batch,
+    runs: transpose.Runs | None,
     optimizer: Optimizer,
 ) -> None:
     """Sums the gradient of every row that the batch touched and applies the optimizer to it, once a row, in place.
 
     weights: the flat tables; state: the flat fp32 row-wise state (unused by SGD).
-    grad: gradient of the output, contiguous.
+    grad: gradient of the output, contiguous. runs: the batch's, from `find_runs`.
     """
-    if batch.indices.numel() == 0 or batch.offsets.numel() <= 1 or layout.num_keys == 0:
+    if runs is None:
         return
     stochastic = optimizer.stochastic_rounding and weights.dtype != torch.float32
     flags = {
-        "SCALED": batch.mean or batch.sample_weights is not None, "CLIP": optimizer.max_gradient is not None,
+        "SCALED": runs.scaled, "CLIP": optimizer.max_gradient is not None,
         "ADAGRAD": optimizer.adagrad, "DECAY": optimizer.weight_decay_mode, "STOCHASTIC": stochastic,
     }  # fmt: skip
-    num_ids = batch.indices.numel()
-    layout, few = _division(layout, num_ids), num_ids <= tuning.TILES.few
-    launch = layout.launcher("update", batch.kind, kind_of(weights, state, grad), few, *flags.values())
+    num_ids = runs.keys.numel()
+    layout, few = _division(layout, num_ids), are_few(num_ids)
+    launch = layout.launcher("update", kind_of(weights, state, grad), runs.first.dtype, few, *flags.values())
     with _on(weights.device):
-        runs = transpose.transpose(layout, batch, launch, few)
         _apply(layout, weights, state, grad, runs, optimizer, launch, few, flags)
 
 
@@ -274,8 +292,9 @@ def _apply(
         d = bucket.block_d
         look = tile_rows(d, tiles.long if d < 256 else tiles.long_wide)
         wide = num_warps(d, look)
-        # A launch for all classes has the warps of long runs.
-        abreast = tile_rows(d, tiles.short_warp * wide if few else tiles.short)
+        # A launch for all classes has the warps of long runs. Wide fp32 rows take twice the registers.
+        half = 2 if weights.dtype == torch.float32 and d >= 128 else 1
+        abreast = tile_rows(d, (tiles.short_warp * wide if few else tiles.short) // half)
         block_look = tile_rows(d, 4 * tiles.long) if few else look
         shape: dict[str, Any] = {"BLOCK_D": d, "EXACT": bucket.exact, "WIDTH": width, "BLOCK": block}
         for size, partial in ((1, blocks), (super_blocks, supers)):
@@ -289,7 +308,7 @@ def _apply(
                     SCALED=flags["SCALED"], CLIP=flags["CLIP"], num_warps=num_warps(d, block_look), early=few,
                 )  # fmt: skip
         one, two, many = cdiv(single, abreast), cdiv(short, abreast), long
-        warps = num_warps(d, abreast, tiles.short_warp)
+        warps = num_warps(d, abreast, tiles.short_warp // half)
         launches = (
             [(transpose.SINGLE, transpose.LONG, one + two + many, wide)]
             if few

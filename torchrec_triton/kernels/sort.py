@@ -16,6 +16,7 @@ import torch
 from triton.runtime.cache import get_cache_manager
 
 from torchrec_triton import _compat
+from torchrec_triton.kernels.launch import current_stream
 
 logger = logging.getLogger("torchrec_triton")
 
@@ -76,7 +77,7 @@ class _RadixSort:
         begin = key_places.current()
         sort = functools.partial(
             self._sort, d_in_keys=key_places, d_out_keys=None, d_in_values=payload_places, d_out_values=None,
-            begin_bit=0, end_bit=bits, stream=_Stream(torch.cuda.current_stream(keys.device).cuda_stream),
+            begin_bit=0, end_bit=bits, stream=_Stream(current_stream(keys.device.index)),
         )  # fmt: skip
         size = keys.numel().bit_length()
         with self._calls:
