@@ -177,7 +177,7 @@ def _step(case: Case) -> None:
     if case.weighted:
         wanted = torch.empty(features, dtype=torch.int32, device=META) if case.vbe else None
         ops.sample_weight_grad(layout, weights, output, batch, wanted, case.clip)
-    ops.update(layout, weights, state, output, ops.find_runs(layout, batch), optimizer)
+    ops.update(layout, weights, state, output, batch, optimizer)
 
 
 def _inspect(kernel: JITFunction, result: Any, kwargs: dict[str, Any]) -> Compiled:

@@ -207,6 +207,17 @@ def test_sort_keeps_equal_keys_in_order(device, payload):
     assert torch.equal(moved, order.to(payload))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [1500, 5000, 300_000])
+def test_a_sort_of_few_bits_leaves_enough_for_one_of_many(device, count):
+    """The scratch memory of CUB's sort grows with the bits of the keys, and its size is asked for once."""
+    for num_keys in (1, 2**28, 3):
+        keys = torch.randint(0, num_keys, (count,), dtype=torch.int32, device=device)
+        expected, order = torch.sort(keys.clone(), stable=True)
+        got, moved = sort.sort_pairs(keys, torch.arange(count, dtype=torch.int32, device=device), num_keys)
+        assert torch.equal(got, expected) and torch.equal(moved, order.int())
+
+
 class FakeBuffer:
     """Two arrays that a sort moves between, as in cuda.compute."""
 
@@ -226,16 +237,17 @@ class FakeSort:
 
     def __call__(self, *, temp_storage: Any, num_items: int, begin_bit: int, end_bit: int, **given: Any) -> int:
         self.kept = given, temp_storage
+        need = 100 * -(-end_bit // 8) * num_items.bit_length()  # histograms of every digit
         if temp_storage is None:
-            return 100
-        assert temp_storage.nbytes == 100 and temp_storage.data_ptr() and begin_bit == 0
+            return need
+        assert temp_storage.nbytes == need and temp_storage.data_ptr() and begin_bit == 0
         keys, values = given["d_in_keys"], given["d_in_values"]
         order = np.argsort(self._array(keys.current(), num_items) & (2**end_bit - 1), kind="stable")
         for buffer in (keys, values):
             ordered = self._array(buffer.current(), num_items)[order]
             buffer.selector = self.ends_in
             self._array(buffer.current(), num_items)[:] = ordered
-        return 100
+        return need
 
     @staticmethod
     def _array(place: Any, count: int) -> np.ndarray:
@@ -258,11 +270,11 @@ def test_what_cubs_sort_keeps_holds_no_memory(monkeypatch: pytest.MonkeyPatch, e
         return spare
 
     monkeypatch.setattr(torch, "empty_like", noted)
-    for count in (1, 700, 701):
-        keys = torch.randint(0, 50, (count,), dtype=torch.int32)
+    for count, bits in ((1, 6), (700, 6), (701, 20), (702, 6)):
+        keys = torch.randint(0, 2**bits, (count,), dtype=torch.int32)
         values = torch.arange(count, dtype=torch.int32)
         expected, order = torch.sort(keys, stable=True)
-        got, moved = radix(keys, values, 6)
+        got, moved = radix(keys, values, bits)
         assert torch.equal(got, expected) and torch.equal(moved, order.int())
         assert (got is keys, moved is values) == (ends_in == 0,) * 2
         held = [weakref.ref(tensor) for tensor in (keys, values)]

@@ -1019,24 +1019,6 @@ def test_every_id_out_of_range_is_repaired_and_counted_once(
     check_output(case, replace(batch, indices=right.long()), before, out, exact=True)
 
 
-@pytest.mark.parametrize("few", [True, False])
-def test_where_runs_are_found(few: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not few:
-        monkeypatch.setattr(tuning, "TILES", replace(tuning.TILES, few=0))
-    found = []
-    find = ops.find_runs
-    monkeypatch.setattr(ops, "find_runs", lambda *args: found.append(0) or find(*args))
-    module, batch = one_table(2, 4, [1], [0, 1], device)
-    with torch.no_grad():
-        module(*batch)
-    assert not found
-    out = module(*batch)
-    assert len(found) == few
-    out.backward(bag_gradient([1.0], 4, device))
-    assert len(found) == 1
-    assert out.grad_fn.runs is None  # its memory is free although the output lives
-
-
 @every_way
 @pytest.mark.parametrize("offsets", [[0, 3, 2], [0, 5, 4], [-1, 2, 3], [0, 2, 99], [3, 0, 0], [2, 2, 2]])
 def test_offsets_that_are_not_checked_never_reach_outside(offsets: list[int], device: torch.device) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from torchrec_triton.bench import plot
-from torchrec_triton.kernels.tuning import TILES
 
 Row = dict[str, Any]
 PARTS = ("forward", "backward", "sum")
@@ -192,8 +191,7 @@ _METHOD = """## What is compared, and how
 - **Same work.** fp16 weights (fp32 where a shape's name says so), fp32 output, SUM pooling, exact row-wise Adagrad (lr
   0.01, eps 1e-8), stochastic rounding, bounds check WARNING, int64 ids and offsets, equal batches and gradients. A
   forward is everything from the call to the output; a backward everything from the output's gradient to the updated
-  tables: sort, workspace, optimizer. Up to {few} lookups ours sorts in its forward, which the backward gains: there
-  the sums are to be compared. The sum is of one and the same run.
+  tables: sort, workspace, optimizer. The sum is of one and the same run.
 - **Gate.** Before a shape is timed, two steps from equal weights, rounding to nearest, have to give equal outputs,
   weights and state on both sides within rounding, FBGEMM's opt-in forward among them; and sampled bags and rows of
   every table, its most used row among them, have to agree with float64 arithmetic that shares no code with either
@@ -233,7 +231,6 @@ def _how(result: dict[str, Any]) -> list[str]:
         _METHOD.format(
             **{key: result[key] for key in ("counted", "batches", "host_runs")},
             tables=_grid_tables(result["rows"]),
-            few=f"{TILES.few:,}",
             copied=hardware["copy_terabytes_per_second"],
         ),
         *limits,

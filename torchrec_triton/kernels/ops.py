@@ -1,4 +1,4 @@
-"""The launchers: check of offsets, pooled lookup, gradient of per-sample weights, runs of ids, and the update.
+"""The launchers: check of offsets, pooled lookup, gradient of per-sample weights, and the update.
 
 Functions take tensors and a `Batch`, launch on the current stream of the tensors' device and never wait for the device.
 Between calls nothing is kept but what was compiled.
@@ -122,8 +122,7 @@ def compile_step(
                 sample_weight_grad(layout, weights, out, batch, None, optimizer.max_gradient)
             for many in (batch.offsets, empty(max(num_ids, transpose.MANY_BAGS) + 1, ids)):  # bags
                 # It sorts, and so builds or loads the sort.
-                runs = find_runs(layout, replace(batch, offsets=many, kind=None))
-                update(layout, weights, state, out, runs, optimizer)
+                update(layout, weights, state, out, replace(batch, offsets=many, kind=None), optimizer)
     return names
 
 
@@ -136,7 +135,7 @@ def check_offsets(layout: TableLayout, batch: Batch, repairs: torch.Tensor) -> N
     num_ids, num_bags = batch.indices.numel(), batch.offsets.numel() - 1
     if num_bags == 0:
         return
-    tile, early = 1024, are_few(num_ids)
+    tile, early = 1024, num_ids <= tuning.TILES.few
     launch = layout.launcher("check", batch.kind, kind_of(repairs), early)
     with _on(repairs.device):
         launch(
@@ -209,7 +208,7 @@ def sample_weight_grad(
     if batch.indices.numel() == 0 or batch.offsets.numel() <= 1:
         return weight_grad
     clip = max_gradient is not None
-    layout, few = _division(layout, batch.indices.numel()), are_few(batch.indices.numel())
+    layout, few = _division(layout, batch.indices.numel()), batch.indices.numel() <= tuning.TILES.few
     launch = layout.launcher("weight grad", batch.kind, kind_of(weights, grad, wanted), clip, few)
     with _on(weights.device):
         for index, bucket in enumerate(layout.buckets):
@@ -227,46 +226,31 @@ def sample_weight_grad(
     return weight_grad
 
 
-def are_few(num_ids: int) -> bool:
-    """Whether so many lookups take the time of launches and chains of loads, and their runs so little memory that the
-    forward can find and keep them."""
-    return num_ids <= tuning.TILES.few
-
-
-def find_runs(layout: TableLayout, batch: Batch) -> transpose.Runs | None:
-    """All that the update needs to know of the ids: the lookups of every row. None where there are none."""
-    if batch.indices.numel() == 0 or batch.offsets.numel() <= 1 or layout.num_keys == 0:
-        return None
-    layout, few = _division(layout, batch.indices.numel()), are_few(batch.indices.numel())
-    launch = layout.launcher("runs", batch.kind, few)
-    with _on(batch.indices.device):
-        return transpose.transpose(layout, batch, launch, few)
-
-
 def update(
     layout: TableLayout,
     weights: torch.Tensor,
     state: torch.Tensor,
     grad: torch.Tensor,
-    runs: transpose.Runs | None,
+    batch: Batch,
     optimizer: Optimizer,
 ) -> None:
     """Sums the gradient of every row that the batch touched and applies the optimizer to it, once a row, in place.
 
     weights: the flat tables; state: the flat fp32 row-wise state (unused by SGD).
-    grad: gradient of the output, contiguous. runs: the batch's, from `find_runs`.
+    grad: gradient of the output, contiguous.
     """
-    if runs is None:
+    if batch.indices.numel() == 0 or batch.offsets.numel() <= 1 or layout.num_keys == 0:
         return
     stochastic = optimizer.stochastic_rounding and weights.dtype != torch.float32
     flags = {
-        "SCALED": runs.scaled, "CLIP": optimizer.max_gradient is not None,
+        "SCALED": batch.mean or batch.sample_weights is not None, "CLIP": optimizer.max_gradient is not None,
         "ADAGRAD": optimizer.adagrad, "DECAY": optimizer.weight_decay_mode, "STOCHASTIC": stochastic,
     }  # fmt: skip
-    num_ids = runs.keys.numel()
-    layout, few = _division(layout, num_ids), are_few(num_ids)
-    launch = layout.launcher("update", kind_of(weights, state, grad), runs.first.dtype, few, *flags.values())
+    num_ids = batch.indices.numel()
+    layout, few = _division(layout, num_ids), num_ids <= tuning.TILES.few
+    launch = layout.launcher("update", batch.kind, kind_of(weights, state, grad), few, *flags.values())
     with _on(weights.device):
+        runs = transpose.transpose(layout, batch, launch, few)
         _apply(layout, weights, state, grad, runs, optimizer, launch, few, flags)
 
 

@@ -53,7 +53,7 @@ class _RadixSort:
 
     def __init__(self, device: torch.device, key: torch.dtype, payload: torch.dtype) -> None:
         self._calls = threading.Lock()  # the object holds the arguments of a call until it has launched
-        self._scratch: dict[int, int] = {}  # bytes by power of two of pairs
+        self._scratch: dict[tuple[int, int], int] = {}  # bytes by power of two of pairs, and bits
         compute = _compat.cuda_compute()
         self._buffer = compute.DoubleBuffer
         major, minor = torch.cuda.get_device_capability(device)
@@ -79,10 +79,10 @@ class _RadixSort:
             self._sort, d_in_keys=key_places, d_out_keys=None, d_in_values=payload_places, d_out_values=None,
             begin_bit=0, end_bit=bits, stream=_Stream(current_stream(keys.device.index)),
         )  # fmt: skip
-        size = keys.numel().bit_length()
+        size = (keys.numel().bit_length(), bits)
         with self._calls:
             if size not in self._scratch:
-                self._scratch[size] = sort(temp_storage=None, num_items=2**size - 1)
+                self._scratch[size] = sort(temp_storage=None, num_items=2 ** size[0] - 1)
             scratch = keys.new_empty(max(1, self._scratch[size]), dtype=torch.uint8)
             sort(temp_storage=_Place(scratch), num_items=keys.numel())
         return given if key_places.current() is begin else spare

@@ -69,11 +69,6 @@ class Runs:
     row_table: torch.Tensor
     bounds: torch.Tensor
 
-    @property
-    def scaled(self) -> bool:
-        """Whether lookups have factors."""
-        return self.payload.dtype == torch.int64
-
 
 @triton.jit
 def source_of(payload):

@@ -233,7 +233,7 @@ class TritonTableBatchedEmbeddingBags(_Base):
         self._count_step()
         output = _Lookup.apply(
             self.placeholder_autograd_tensor, sample_weights, vbe_output, output, self, batch, repairs,
-            self._optimizer_now(), feature_requires_grad, torch.is_grad_enabled(),
+            self._optimizer_now(), feature_requires_grad,
         )  # fmt: skip
         if self.bounds_check_mode_int == _WARNING:
             self._repair_log.look(self)
@@ -407,12 +407,8 @@ class _Lookup(torch.autograd.Function):
         repairs: Tensor | None,
         optimizer: ops.Optimizer,
         wanted: Tensor | None,
-        trains: bool,
     ) -> Tensor:
         ops.lookup(module.layout(), module.flat_weights(), batch, output, repairs)
-        # Where the host's time counts, it counts less here: autograd's thread has just been woken, and Python is three
-        # times as slow there.
-        ctx.runs = ops.find_runs(module.layout(), batch) if trains and ops.are_few(batch.indices.numel()) else None
         ctx.module, ctx.optimizer, ctx.wanted = module, optimizer, wanted
         ctx.writes_into_input = vbe_output is not None
         ctx.save_for_backward(batch.indices, batch.offsets, sample_weights, batch.bag_output, batch.batch_offsets)
@@ -426,17 +422,14 @@ class _Lookup(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple:  # type: ignore[override]
         module, optimizer = ctx.module, ctx.optimizer
+        batch = Batch(*ctx.saved_tensors, *ctx.rest)
         grad = grad_output.contiguous()
         weights, weight_grad = module.flat_weights(), None
-        runs, ctx.runs = ctx.runs, None
-        if runs is None or ctx.needs_input_grad[1]:
-            batch = Batch(*ctx.saved_tensors, *ctx.rest)
-            runs = runs or ops.find_runs(module.layout(), batch)
         if ctx.needs_input_grad[1]:
             wanted = None if ctx.wanted is None else ctx.wanted.to(weights.device, torch.int32)
             weight_grad = ops.sample_weight_grad(module.layout(), weights, grad, batch, wanted, optimizer.max_gradient)
-        ops.update(module.layout(), weights, module.flat_state(), grad, runs, optimizer)
-        return None, weight_grad, grad_output if ctx.writes_into_input else None, *[None] * 7
+        ops.update(module.layout(), weights, module.flat_state(), grad, batch, optimizer)
+        return None, weight_grad, grad_output if ctx.writes_into_input else None, *[None] * 6
 
 
 def _names(table_names: list[str] | None, count: int) -> str:
