@@ -39,14 +39,19 @@ def test_defaults(read):
     assert config.operator_keywords() == {"optimizer": "EXACT_ROWWISE_ADAGRAD", "learning_rate": 0.01, "eps": 1e-8}
 
 
-def test_the_other_arm_is_one_line_away():
-    """And a run's files stand where the configuration says, wherever it is started from."""
+def test_the_other_arm_is_one_line_away(monkeypatch):
+    """And a run's files stand where the configuration says, wherever it is started from; reports have no path of a
+    machine where they stand below."""
     text = (ROOT / "configs" / "ab_demo.yaml").read_text()
     assert text.count("\ncompute_kernel: auto") == 1
     config = load_config(ROOT / "configs" / "ab_demo.yaml")
     assert (config.ab.baseline, config.compute_kernel) == ("fused", "auto")
     file, _, name = config.data.source.rpartition(":")
     assert name == "Instacart" and Path(file).resolve() == ROOT / "examples" / "instacart.py"
+    monkeypatch.chdir(ROOT / "configs")
+    assert load_config("ab_demo.yaml").data.source == f"{ROOT / 'examples' / 'instacart.py'}:Instacart"
+    monkeypatch.chdir(ROOT)
+    assert load_config("configs/ab_demo.yaml").data.source == "examples/instacart.py:Instacart"
 
 
 def test_frozen_and_keyword_only(read):

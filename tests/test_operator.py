@@ -207,6 +207,22 @@ def test_any_width(dim: int, precision: str, device: torch.device) -> None:
 
 
 @every_way
+@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_several_tiles_of_runs_of_rows_128_wide(precision: str, weighted: bool, device: torch.device) -> None:
+    """The width of most real tables, where fp32 has tiles of its own for short and middle runs."""
+    lengths = (9, 0, 30, 1, 12, 40, 7, 3)
+    case = Case(
+        (21, 70), (128, 128), (0, 1), lengths, weighted=weighted, weights_precision=precision, seed=5,
+        options={"stochastic_rounding": False},
+    )  # fmt: skip
+    module = build(case, device, strict=True)
+    before, batch = contents(module), make_batch(case, device)
+    check_output(case, batch, before, step(module, case, batch).detach(), exact=True)
+    check_update(case, batch, before, contents(module), exact=True)
+
+
+@every_way
 @pytest.mark.parametrize("tables", [2, 3, 4, 31, 33, 64, 65])
 def test_any_number_of_tables(tables: int, device: torch.device) -> None:
     bags = 1 if tables > 31 else 2

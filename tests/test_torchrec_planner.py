@@ -402,21 +402,7 @@ def test_workspace_of_a_feature_processed_collection_and_of_no_rows() -> None:
     assert workspace(model, on_one_type("row_wise", "t", pooling_factors=[3.0])) == [30 * 30, 30 * 30, 0, 0]
 
 
-@pytest.mark.parametrize(
-    "side, kernel",
-    [
-        pytest.param(
-            "triton",
-            "fused_triton",
-            marks=pytest.mark.xfail(
-                strict=True,
-                reason="the report of commit 2dfb78a takes what CUB's sort kept of the call before, 16 or 24 bytes a "
-                "lookup, for memory that was in use before the backward",
-            ),
-        ),
-        ("fbgemm", "fused"),
-    ],
-)
+@pytest.mark.parametrize("side, kernel", [("triton", "fused_triton"), ("fbgemm", "fused")])
 def test_workspace_is_what_the_newest_report_measured(side: str, kernel: str) -> None:
     """Of shapes large enough that a launch's own buffers are nothing beside it."""
     folder = Path(__file__).parents[1] / "docs" / "benchmarks"

@@ -277,7 +277,10 @@ def load_config(path: str | Path) -> Config:
     file, colon, name = config.data.source.rpartition(":")
     if not colon:
         return config
-    return replace(config, data=replace(config.data, source=f"{Path(path).resolve().parent / file}:{name}"))
+    found = (Path(path).resolve().parent / file).resolve()
+    if found.is_relative_to(Path.cwd()):  # reports show it
+        found = found.relative_to(Path.cwd())
+    return replace(config, data=replace(config.data, source=f"{found}:{name}"))
 
 
 def build(kind: type[T], value: Any, at: str = "") -> T:

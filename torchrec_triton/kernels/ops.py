@@ -276,9 +276,11 @@ def _apply(
         d = bucket.block_d
         look = tile_rows(d, tiles.long if d < 256 else tiles.long_wide)
         wide = num_warps(d, look)
-        # A launch for all classes has the warps of long runs. Wide fp32 rows take twice the registers.
-        half = 2 if weights.dtype == torch.float32 and d >= 128 else 1
-        abreast = tile_rows(d, (tiles.short_warp * wide if few else tiles.short) // half)
+        # A launch for all classes has the warps of long runs.
+        abreast = tile_rows(d, tiles.short_warp * wide if few else tiles.short)
+        # Fewer fp32 rows at a time leave their gradients in the cache: kernel-log 28, which says where it was measured.
+        halved = weights.dtype == torch.float32 and d == 128 and not flags["SCALED"]
+        several = abreast // 2 if halved else abreast
         block_look = tile_rows(d, 4 * tiles.long) if few else look
         shape: dict[str, Any] = {"BLOCK_D": d, "EXACT": bucket.exact, "WIDTH": width, "BLOCK": block}
         for size, partial in ((1, blocks), (super_blocks, supers)):
@@ -291,23 +293,24 @@ def _apply(
                     GROUP=_GROUP, APART=_APART, SUPER=size, LOOK=block_look, **shape,
                     SCALED=flags["SCALED"], CLIP=flags["CLIP"], num_warps=num_warps(d, block_look), early=few,
                 )  # fmt: skip
-        one, two, many = cdiv(single, abreast), cdiv(short, abreast), long
-        warps = num_warps(d, abreast, tiles.short_warp // half)
+        one, two, many = cdiv(single, abreast), cdiv(short, several), long
+        warps = num_warps(d, abreast, tiles.short_warp)
         launches = (
-            [(transpose.SINGLE, transpose.LONG, one + two + many, wide)]
+            [(transpose.SINGLE, transpose.LONG, abreast, one + two + many, wide)]
             if few
             else [
-                (transpose.SINGLE, transpose.SINGLE, one, warps), (transpose.SHORT, transpose.MIDDLE, two, warps),
-                (transpose.LONG, transpose.LONG, many, wide),
+                (transpose.SINGLE, transpose.SINGLE, abreast, one, warps),
+                (transpose.SHORT, transpose.MIDDLE, several, two, warps),
+                (transpose.LONG, transpose.LONG, abreast, many, wide),
             ]
         )  # fmt: skip
-        for lowest, highest, programs, width_warps in launches:
+        for lowest, highest, side_by_side, programs, width_warps in launches:
             if programs:
                 launch(
                     ("update", highest.value, index), backward.update_kernel, programs,
                     weights, state, grad, runs.first, runs.last, runs.row_key, runs.row_table, runs.bounds, index,
                     len(layout.buckets), runs.payload, blocks, supers, layout.table_meta, optimizer.learning_rate,
                     optimizer.eps, optimizer.weight_decay, max_gradient, optimizer.seed,
-                    LOWEST=lowest.value, HIGHEST=highest.value, RUNS=abreast, LOOK=look, VEC=bucket.weight_vec,
+                    LOWEST=lowest.value, HIGHEST=highest.value, RUNS=side_by_side, LOOK=look, VEC=bucket.weight_vec,
                     SUPER=super_blocks, **shape, **flags, num_warps=width_warps, resident=True, early=few,
                 )  # fmt: skip

@@ -15,7 +15,7 @@ from torchrec_triton.support import name_of
 def backward_bytes(kernel: str, dim: int, scaled: bool) -> float:
     """Bytes that a backward on a GPU takes for each lookup at its peak: sorted lookups, lists of runs, partial sums.
 
-    FBGEMM's are peaks of docs/benchmarks/2026-12-01-h200.json; a test holds both against the newest report there.
+    From docs/benchmarks/2026-12-01-h200.json; a test holds them against the newest report there.
     Without cuda-cccl the sort of `fused_triton` takes what FBGEMM's does.
     """
     if kernel == FUSED:
