@@ -18,6 +18,7 @@ import yaml
 from torchrec_triton.ab.arm import place
 from torchrec_triton.ab.compare import compare
 from torchrec_triton.ab.sources import open_source
+from torchrec_triton.bench.workloads import CLI32, CMF_EBC
 from torchrec_triton.config import Config, ConfigError, build, load_config
 
 ROOT = Path(__file__).parents[1]
@@ -130,3 +131,8 @@ def test_the_shipped_configurations_of_comparisons_have_the_tables_they_name():
         assert len(load_config(ROOT / "configs" / f"ab_{name}.yaml").model.tables) == 26
     prod66 = load_config(ROOT / "configs" / "ab_prod66.yaml").model.tables
     assert len(prod66) == 66 and sum(table.pooling_factor for table in prod66) == 1015
+    for name, workload in (("cmf_ebc", CMF_EBC), ("cli32", CLI32)):
+        tables = load_config(ROOT / "configs" / f"ab_{name}.yaml").model.tables
+        assert [(t.rows, t.dim, t.pooling_factor) for t in tables] == list(
+            zip(workload.rows, workload.dims, workload.pooling, strict=True)
+        )
