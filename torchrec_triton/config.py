@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import os
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from fnmatch import fnmatchcase
@@ -277,9 +278,9 @@ def load_config(path: str | Path) -> Config:
     file, colon, name = config.data.source.rpartition(":")
     if not colon:
         return config
-    found = (Path(path).resolve().parent / file).resolve()
-    if found.is_relative_to(Path.cwd()):  # reports show it
-        found = found.relative_to(Path.cwd())
+    found = Path(os.path.normpath(Path(path).resolve().parent / file))
+    with contextlib.suppress(OSError, ValueError):  # no working directory, or not below it
+        found = found.relative_to(Path.cwd())  # reports show it
     return replace(config, data=replace(config.data, source=f"{found}:{name}"))
 
 

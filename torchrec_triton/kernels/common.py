@@ -165,7 +165,8 @@ class Batch:
     batch_size: bags a feature; under VBE the most bags of any feature.
     output_size: elements of the output.
     mean: divide by the bag length.
-    trusted: ids and offsets were checked: ids are below the rows of their table, offsets don't decrease.
+    trusted: ids and offsets are in range where a kernel uses them: ids of bags are below the rows of their table,
+        offsets don't decrease. `ops.check_offsets` and then `ops.lookup` with `repairs` see to it.
     kind: what the batch brings into the kind of a call: types, flags, and whether counts need 64 bits. Follows from
         the rest, and is found once.
     """

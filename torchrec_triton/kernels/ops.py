@@ -17,7 +17,6 @@ from torchrec_triton.kernels.common import Batch, TableLayout, cdiv, num_warps, 
 from torchrec_triton.kernels.launch import Launcher, compile_only, kind_of
 
 # Blocks that a program of partial sums looks at where there are many, hardly any whole; and from one to the next.
-
 _GROUP, _APART = 8, 64
 _ENOUGH = 2**14  # programs of partial sums that keep a large GPU busy
 _BUSY = 2**11  # programs of the lookup that do
