@@ -278,7 +278,7 @@ def _apply(
         # A launch for all classes has the warps of long runs.
         abreast = tile_rows(d, tiles.short_warp * wide if few else tiles.short)
         # Fewer fp32 rows at a time leave their gradients in the cache: kernel-log 28, which says where it was measured.
-        halved = weights.dtype == torch.float32 and d == 128 and not flags["SCALED"]
+        halved = not few and weights.dtype == torch.float32 and d == 128 and not flags["SCALED"]
         several = abreast // 2 if halved else abreast
         block_look = tile_rows(d, 4 * tiles.long) if few else look
         shape: dict[str, Any] = {"BLOCK_D": d, "EXACT": bucket.exact, "WIDTH": width, "BLOCK": block}

@@ -79,11 +79,11 @@ class _RadixSort:
             self._sort, d_in_keys=key_places, d_out_keys=None, d_in_values=payload_places, d_out_values=None,
             begin_bit=0, end_bit=bits, stream=_Stream(current_stream(keys.device.index)),
         )  # fmt: skip
-        size = (keys.numel().bit_length(), bits)
+        size = keys.numel().bit_length()
         with self._calls:
-            if size not in self._scratch:
-                self._scratch[size] = sort(temp_storage=None, num_items=2 ** size[0] - 1)
-            scratch = keys.new_empty(max(1, self._scratch[size]), dtype=torch.uint8)
+            if (size, bits) not in self._scratch:
+                self._scratch[size, bits] = sort(temp_storage=None, num_items=2**size - 1)
+            scratch = keys.new_empty(max(1, self._scratch[size, bits]), dtype=torch.uint8)
             sort(temp_storage=_Place(scratch), num_items=keys.numel())
         return given if key_places.current() is begin else spare
 

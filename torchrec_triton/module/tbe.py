@@ -105,6 +105,10 @@ class TritonTableBatchedEmbeddingBags(_Base):
         """Row-wise state of all tables, flat, fp32; empty for SGD."""
         return (self.momentum1_host if self.use_cpu else self.momentum1_dev).detach()
 
+    def _repairs(self) -> Tensor | None:
+        """The counter of repairs, int64 [1], where our kernels make them."""
+        return self.bounds_check_warning if self.bounds_check_mode_int in (_WARNING, _IGNORE) else None
+
     def layout(self) -> TableLayout:
         """Where tables, states and output columns lie."""
         device = self.current_device
@@ -135,9 +139,8 @@ class TritonTableBatchedEmbeddingBags(_Base):
         optimizer, mean = self._optimizer_now(draw=False), self.pooling_mode == _fbgemm.PoolingMode.MEAN
         return ops.compile_step(
             self.layout(), self.flat_weights(), self.flat_state(),
-            self.bounds_check_warning if self.bounds_check_mode_int in (_WARNING, _IGNORE) else None, optimizer,
-            ids=ids, output=_fbgemm.SparseType.from_int(self.output_dtype).as_dtype(), weighted=weighted and not mean,
-            vbe=vbe, mean=mean, trusted=self._repairs_ids,
+            self._repairs(), optimizer, ids=ids, output=_fbgemm.SparseType.from_int(self.output_dtype).as_dtype(),
+            weighted=weighted and not mean, vbe=vbe, mean=mean, trusted=self._repairs_ids,
         )  # fmt: skip
 
     @torch.compiler.disable
@@ -223,7 +226,7 @@ class TritonTableBatchedEmbeddingBags(_Base):
             indices, offsets, sample_weights, bag_output, batch_offsets, batch_size, output_size, mean,
             self._repairs_ids,
         )  # fmt: skip
-        repairs = self.bounds_check_warning if self.bounds_check_mode_int in (_WARNING, _IGNORE) else None
+        repairs = self._repairs()
         if repairs is not None:
             ops.check_offsets(layout, batch, repairs)
         output = vbe_output
