@@ -23,14 +23,15 @@ SECONDS_AFTER_A_FAILURE = 3  # for the other ranks, which may wait for the faile
 
 
 class Ranks:
-    """`world_size` processes in one group; under "nccl" each has a GPU of its own.
+    """`world_size` processes in one group, which compute on the CPU or on this machine's GPUs. With a GPU for each they
+    talk over NCCL, else over gloo, which lets them share one.
 
     run(function, *args) calls function(*args) on every rank and returns the results, rank 0 first. An error on any rank
     is raised here with every rank's traceback; the processes are then replaced, as a collective may be half done.
     """
 
-    def __init__(self, world_size: int, backend: str = "gloo") -> None:
-        self.world_size, self.backend = world_size, backend
+    def __init__(self, world_size: int, device_type: str = "cpu") -> None:
+        self.world_size, self.device_type = world_size, device_type
         self._workers: list[tuple[Any, Any]] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
@@ -71,7 +72,7 @@ class Ranks:
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, self.world_size, self.backend, store, theirs), daemon=True
+                target=_serve, args=(rank, self.world_size, self.device_type, store, theirs), daemon=True
             )
             process.start()
             theirs.close()
@@ -86,20 +87,24 @@ class Ranks:
 
 
 @functools.cache
-def ranks(world_size: int, backend: str = "gloo") -> Ranks:
+def ranks(world_size: int, device_type: str = "cpu") -> Ranks:
     """The one pool of this size in this process; its processes start at the first case and end with this one."""
-    return Ranks(world_size, backend)
+    return Ranks(world_size, device_type)
 
 
-def _serve(rank: int, world_size: int, backend: str, store: str, connection: Any) -> None:
+def _serve(rank: int, world_size: int, device_type: str, store: str, connection: Any) -> None:
+    on_host = local_size(world_size, device_type)
+    local_rank = rank % on_host
     os.environ.update(
-        {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{world_size}", "LOCAL_WORLD_SIZE": f"{world_size}"}
-    )
+        RANK=f"{rank}", LOCAL_RANK=f"{local_rank}", WORLD_SIZE=f"{world_size}", LOCAL_WORLD_SIZE=f"{on_host}",
+        RANK_DEVICE=f"cuda:{local_rank}" if device_type == "cuda" else "cpu",
+    )  # fmt: skip
     torch.set_num_threads(1)
     # Shorter than SECONDS_A_CASE, so that a rank left alone in a collective says so itself.
     limit = timedelta(seconds=SECONDS_A_CASE - 30)
-    if backend == "nccl":
-        torch.cuda.set_device(rank)
+    if device_type == "cuda":
+        torch.cuda.set_device(local_rank)
+    backend = "nccl" if device_type == "cuda" and on_host == world_size else "gloo"
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=limit)
     while True:
         try:
@@ -113,10 +118,23 @@ def _serve(rank: int, world_size: int, backend: str, store: str, connection: Any
         connection.send(outcome)
 
 
-def use_local_size(local_size: int) -> None:
-    """On a rank: count `local_size` ranks to a host from now on. TorchRec keeps its groups in module globals."""
+def rank_device() -> torch.device:
+    """Where this rank computes; on the parent the CPU."""
+    return torch.device(os.environ.get("RANK_DEVICE", "cpu"))
+
+
+def local_size(wanted: int, device_type: str) -> int:
+    """Ranks to a host: no more than it has GPUs, as TorchRec numbers a rank's GPU by its place in the host."""
+    return min(wanted, torch.cuda.device_count()) if device_type == "cuda" else wanted
+
+
+def use_local_size(wanted: int) -> int:
+    """On a rank: count so many ranks to a host from now on, if it has the GPUs. TorchRec keeps its groups in module
+    globals."""
     from torchrec.distributed import comm
 
-    if os.environ["LOCAL_WORLD_SIZE"] != str(local_size):
-        os.environ["LOCAL_WORLD_SIZE"] = str(local_size)
+    size = local_size(wanted, rank_device().type)
+    if os.environ["LOCAL_WORLD_SIZE"] != str(size):
+        os.environ["LOCAL_WORLD_SIZE"] = str(size)
         comm._INTRA_PG = comm._CROSS_PG = None
+    return size

@@ -32,7 +32,7 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec_triton.ab import arm as arm_module
 from torchrec_triton.ab import compare as compare_module
 from torchrec_triton.ab import report as reports
-from torchrec_triton.ab.arm import Arm, Feed, in_step, place
+from torchrec_triton.ab.arm import Arm, Feed, LaunchError, in_step, place
 from torchrec_triton.ab.compare import _covered, _differences, _largest, _ratio, compare
 from torchrec_triton.ab.model import fill
 from torchrec_triton.ab.run import run
@@ -740,6 +740,23 @@ class Fails(Synthetic):
 """
 
 
+@pytest.mark.parametrize(
+    ("local_rank", "on_host", "share", "told"),
+    [
+        (2, 4, False, "LOCAL_RANK 2 has no GPU of its own: this host has 2; start fewer processes, or let them share"),
+        (0, 3, True, "--share-gpus: 3 processes on 2 GPUs; start as many on each, a multiple of 2"),
+    ],
+)
+def test_processes_without_a_gpu_are_told(monkeypatch, local_rank, on_host, share, told):
+    launched = {"RANK": local_rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": on_host}
+    for name, value in {**launched, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(LaunchError, match=re.escape(told)), place(4, share):
+        pass
+
+
 @pytest.mark.parametrize("mode", ["train", "ab"])
 def test_what_would_cost_a_run_is_told_before_it(tmp_path, monkeypatch, capsys, mode):
     monkeypatch.setattr(Arm, "advance", lambda *_: pytest.fail("it trains"))
@@ -1037,8 +1054,26 @@ def test_memory_of_an_arm_is_its_own():
 
 
 @pytest.mark.gpu
-@pytest.mark.multigpu
-def test_two_gpus():
-    mine, other = ranks(2, "nccl").run(compared, with_changes(compute_kernel="fused_triton", steps=40))
+def test_two_ranks_on_gpus():
+    mine, other = ranks(2, "cuda").run(compared, with_changes(compute_kernel="fused_triton", steps=40))
     check_gpu_report(mine)
     assert mine["curves"]["loss"] == other["curves"]["loss"] and mine["arms"]["A"]["profile"]["collective_ms"] > 0
+
+
+@pytest.mark.gpu
+def test_more_processes_than_gpus_share_them_if_asked(tmp_path):
+    """And not by accident, where each would need one of its own."""
+    path, processes = tmp_path / "run.yaml", 2 * torch.cuda.device_count()
+    path.write_text(yaml.safe_dump(with_changes(compute_kernel="fused_triton", steps=40)))
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
+    command += ["-m", "torchrec_triton.cli", "ab", "--config", str(path), "--output", str(tmp_path / "out")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode != 0 and "has no GPU of its own" in done.stderr and "--share-gpus" in done.stderr
+    done = subprocess.run([*command, "--share-gpus"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    check_gpu_report(report)
+    assert report["world_size"] == processes and report["arms"]["B"]["profile"]["collective_ms"] > 0
+    assert any("2 ranks shared each GPU" in note for note in report["notes"])

@@ -71,7 +71,7 @@ def test_lookups_on_a_stream_of_their_own(weighted: bool) -> None:
     tables = (Table("a", "rw", rows=300, dim=64), Table("b", "tw0", rows=5000, dim=128, features=2))
     case = Case(tables, weighted=weighted, batch=512)
     (aside, trained), (beside, expected) = (
-        ranks(1, "nccl").run(lookups_aside, case, 500, on_side)[0] for on_side in (True, False)
+        ranks(1, "cuda").run(lookups_aside, case, 500, on_side)[0] for on_side in (True, False)
     )
     for number, (got, want) in enumerate(zip(aside, beside, strict=True)):
         assert torch.equal(got, want), f"step {number}"
@@ -139,7 +139,7 @@ def test_the_fused_pipelines_streams(stream: str) -> None:
     """Its lookups run on the stream of the batches' exchange by default."""
     tables = (Table("a", "rw", rows=300, dim=64), Table("b", "tw0", rows=5000, dim=128), Table("c", "tw0", "fused"))
     pipeline: Any = partial(TrainPipelineFusedSparseDist, emb_lookup_stream=stream)
-    compare_pipelines(ranks(1, "nccl"), Case(tables, steps=6, batch=32), pipeline)
+    compare_pipelines(ranks(1, "cuda"), Case(tables, steps=6, batch=32), pipeline)
 
 
 # --- graphs -----------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from distributed_harness import ranks, use_local_size
+from distributed_harness import rank_device, ranks, use_local_size
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import distributed as dist
 from torch.distributed import checkpoint
@@ -28,7 +28,6 @@ from torchrec_cases import (
     fused_params,
     local_shards,
     lookups,
-    rank_device,
     shard,
     snapshot,
     step,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from distributed_harness import ranks, use_local_size
+from distributed_harness import rank_device, ranks, use_local_size
 from torch import distributed as dist
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import Topology
@@ -17,7 +17,7 @@ from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import ShardingEnv
 from torchrec.modules.embedding_configs import DataType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-from torchrec_cases import Case, Model, Table, collection, fused_params, make_plan, rank_device
+from torchrec_cases import Case, Model, Table, collection, fused_params, make_plan
 
 from torchrec_triton import make_planner
 from torchrec_triton.module.sharding import TritonEmbeddingBagCollectionSharder
@@ -73,12 +73,12 @@ def test_no_rank_holds_more_than_its_shard(data_type: DataType) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.multigpu)], ids=["one", "two"])
+@pytest.mark.parametrize("world_size", [1, 2], ids=["one", "two"])
 @pytest.mark.parametrize("data_type", BYTES)
 def test_no_gpu_holds_more_than_its_shard(world_size: int, data_type: DataType) -> None:
     rows = 16_000_000  # 4 GB in fp32
     need = rows // world_size * (DIM * BYTES[data_type] + 4)
-    for on_host, on_gpu in ranks(world_size, "nccl").run(growth, rows, data_type):
+    for on_host, on_gpu in ranks(world_size, "cuda").run(growth, rows, data_type):
         assert on_host < 200 * MB
         assert need <= on_gpu < 1.1 * need
 
@@ -113,6 +113,6 @@ def planned_and_taken(choice: Any, weighted: bool, rows: int, batch: int, length
 @pytest.mark.parametrize("choice", ["fused_triton", {"t0": "fused_triton", "*": "fused"}], ids=["triton", "both"])
 def test_training_takes_what_the_plan_counts(choice: Any, weighted: bool) -> None:
     """1.6 GB of tables; ids, outputs and the backward's lists are a tenth of it."""
-    ((planned, taken),) = ranks(1, "nccl").run(planned_and_taken, choice, weighted, 400_000, 16_384, 20)
+    ((planned, taken),) = ranks(1, "cuda").run(planned_and_taken, choice, weighted, 400_000, 16_384, 20)
     print(f"{choice}{' weighted' * weighted}: planned {planned / MB:,.0f} MB, taken {taken / MB:,.0f} MB")
     assert taken == pytest.approx(planned, rel=0.1)

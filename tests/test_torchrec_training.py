@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from distributed_harness import Ranks, ranks, use_local_size
+from distributed_harness import Ranks, rank_device, ranks, use_local_size
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -46,7 +46,6 @@ from torchrec_cases import (
     lookups,
     make_plan,
     plan_of,
-    rank_device,
     shard,
     snapshot,
     step,

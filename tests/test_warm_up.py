@@ -80,7 +80,7 @@ def compiled_in_first_steps(case: Case) -> tuple[int, int, int]:
 @pytest.mark.parametrize("vbe", [False, True])
 def test_the_first_step_compiles_nothing(weighted, vbe):
     tables = (Table("a", "tw0", rows=3, dim=64), Table("b", "rw", rows=5000, dim=128))
-    [(kernels, before, after)] = ranks(1, "nccl").run(
+    [(kernels, before, after)] = ranks(1, "cuda").run(
         compiled_in_first_steps, Case(tables, weighted=weighted, vbe=vbe, batch=2000)
     )
     assert kernels > 5

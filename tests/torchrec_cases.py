@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from distributed_harness import use_local_size
+from distributed_harness import local_size, rank_device, use_local_size
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -42,13 +42,6 @@ from torchrec_triton.module.sharding import (
 from torchrec_triton.plan.planner import with_compute_kernel
 
 PATH = "ebc"  # of the collection in Model
-
-
-def rank_device() -> torch.device:
-    """Where this rank computes: its GPU under NCCL, else the CPU (on the parent too)."""
-    if dist.is_initialized() and dist.get_backend() == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def grid(hosts: Sequence[int]) -> Any:
@@ -220,13 +213,13 @@ def fused_params(case: Case) -> dict[str, Any]:
 
 
 def make_plan(case: Case, module: EmbeddingBagCollection, world_size: int | None = None) -> ShardingPlan:
-    (local_size,) = {SHARDINGS[t.sharding][1] for t in case.tables}
+    (on_host,) = {SHARDINGS[t.sharding][1] for t in case.tables}
     world_size = world_size or dist.get_world_size()
     plan = construct_module_sharding_plan(
         module,
         {t.name: SHARDINGS[t.sharding][0] for t in case.tables},
         sharder=EmbeddingBagCollectionSharder(),
-        local_size=min(local_size, world_size),
+        local_size=local_size(min(on_host, world_size), rank_device().type),
         world_size=world_size,
         device_type=rank_device().type,
     )

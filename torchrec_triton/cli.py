@@ -65,6 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_argument("--output", required=True, type=Path, help="folder that rank 0 writes the report to")
         command.add_argument("--world-size", type=int, default=0, help="refuse to run with another number of processes")
         command.add_argument("--plan", type=Path, metavar="FILE", help="of `torchrec-triton plan`: places and kernels")
+        command.add_argument(
+            "--share-gpus", action="store_true", help="try more processes than GPUs, over gloo; times say nothing"
+        )
         command.set_defaults(run=_train, checkpoint=None, resume=None)
         if name == "train":
             command.add_argument(
@@ -172,7 +175,7 @@ def _train(options: argparse.Namespace) -> int:
     from torchrec_triton.ab.run import quiet, run
 
     quiet(int(os.environ.get("RANK", 0)))
-    more = (options.plan, options.checkpoint, options.resume)
+    more = (options.plan, options.checkpoint, options.resume, options.share_gpus)
     status: int = run(options.command, options.config, options.output, options.world_size, *more)
     return status
 

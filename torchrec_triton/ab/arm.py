@@ -46,12 +46,14 @@ class LaunchError(RuntimeError):
 
 @dataclass(frozen=True)
 class Place:
-    """This process: its device and its rank among the processes that train together."""
+    """This process: its device and its rank among the processes that train together. local_world_size: ranks of a host,
+    as TorchRec counts them; ranks_a_gpu: that share each GPU."""
 
     device: torch.device
     rank: int = 0
     world_size: int = 1
     local_world_size: int = 1
+    ranks_a_gpu: int = 1
 
     def finish(self) -> None:
         """Wait until all queued work of this rank is done."""
@@ -77,10 +79,12 @@ class Place:
 
 
 @contextlib.contextmanager
-def place(expected: int = 0) -> Iterator[Place]:
+def place(expected: int = 0, share_gpus: bool = False) -> Iterator[Place]:
     """Join the process group that a launcher described in the environment; one process without a launcher is its own.
 
-    expected: the world size that was asked for, 0 if none was.
+    expected: the world size that was asked for, 0 if none was. share_gpus: a host may have several ranks on each of its
+    GPUs. NCCL takes one, so they talk over gloo, through the host's memory. TorchRec places shards by the rank within a
+    host: every set of ranks with a GPU each is a host to it.
     """
     given = next((name for name in _LAUNCHED[:3] if name in os.environ), None)
     missing = [name for name in _LAUNCHED if name not in os.environ]
@@ -90,9 +94,19 @@ def place(expected: int = 0) -> Iterator[Place]:
     if expected not in (0, world_size):
         raise LaunchError(f"{expected} processes were asked for, the launcher started {world_size}")
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if gpus and local >= gpus:
-        raise LaunchError(f"LOCAL_RANK {local} has no GPU of its own: this host has {gpus}; start fewer processes")
-    device = torch.device("cuda", local) if gpus else torch.device("cpu")
+    on_host = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    share = bool(gpus) and share_gpus
+    if gpus and not share and local >= gpus:
+        raise LaunchError(
+            f"LOCAL_RANK {local} has no GPU of its own: this host has {gpus}; start fewer processes, or let them share "
+            "with --share-gpus to see whether a sharded run works (its times say nothing)"
+        )
+    if share and on_host > gpus and on_host % gpus:
+        raise LaunchError(
+            f"--share-gpus: {on_host} processes on {gpus} GPUs; start as many on each, a multiple of {gpus}"
+        )
+    local_world_size = min(on_host, gpus) if share else on_host
+    device = torch.device("cuda", local % gpus) if gpus else torch.device("cpu")
     if gpus:
         torch.cuda.set_device(device)
         _multiply_once(device)
@@ -100,12 +114,16 @@ def place(expected: int = 0) -> Iterator[Place]:
     if owned:
         # Long enough for a rank that compiles its kernels first. Alone: no port, so that two runs can't clash.
         alone = {} if given else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-        dist.init_process_group("nccl" if gpus else "gloo", timeout=timedelta(minutes=30), **alone)
+        dist.init_process_group("nccl" if gpus and not share else "gloo", timeout=timedelta(minutes=30), **alone)
     failed = True
     try:
-        yield Place(device, dist.get_rank(), dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+        if given:
+            os.environ["LOCAL_WORLD_SIZE"] = str(local_world_size)  # where TorchRec looks
+        yield Place(device, dist.get_rank(), dist.get_world_size(), local_world_size, on_host // local_world_size)
         failed = False
     finally:
+        if given:
+            os.environ["LOCAL_WORLD_SIZE"] = str(on_host)
         if owned and not (failed and world_size > 1):  # a rank that failed must not wait for the others here
             dist.destroy_process_group()
 
@@ -382,7 +400,8 @@ def _planner(
                 f"model.tables: {table.name}: sharding {asked}: on {here.device.type} TorchRec plans {allowed}"
             )
     cuda = here.device.type == "cuda"
-    memory = {"hbm_cap": torch.cuda.get_device_properties(here.device).total_memory // arms} if cuda else {}
+    share = arms * here.ranks_a_gpu
+    memory = {"hbm_cap": torch.cuda.get_device_properties(here.device).total_memory // share} if cuda else {}
     topology = Topology(
         world_size=here.world_size,
         compute_device=here.device.type,

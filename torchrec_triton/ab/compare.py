@@ -211,9 +211,9 @@ def _scores(arm: Arm, source: Source) -> dict[str, float]:
 
 
 def _profiles(arms: dict[str, Arm], readers: dict[str, Any], here: Place, steps: int) -> dict[str, Report | None]:
-    """Of each arm: ms a step, on average, of the slowest rank, in which collectives ran (NCCL's kernels; on the CPU
-    gloo's operations), and in which any GPU kernel or copy did."""
-    cuda = here.device.type == "cuda"
+    """Of each arm: ms a step, on average, of the slowest rank, in which collectives ran (NCCL's kernels, or gloo's
+    operations), and in which any GPU kernel or copy did."""
+    cuda, collective = here.device.type == "cuda", "gloo:" if dist.get_backend() == "gloo" else "ncclDevKernel"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     spent = {name: {"collective": 0.0, "gpu": 0.0} for name in arms}
     if not steps:
@@ -233,7 +233,7 @@ def _profiles(arms: dict[str, Arm], readers: dict[str, Any], here: Place, steps:
                 span = (event.time_range.start, event.time_range.end)
                 if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False):
                     spans["gpu"].append(span)
-                if event.name.startswith("ncclDevKernel" if cuda else "gloo:"):
+                if event.name.startswith(collective):
                     spans["collective"].append(span)
             for key, found in spans.items():
                 spent[name][key] += _covered(found) / 1e3 / steps
@@ -355,6 +355,11 @@ def _notes(config: Config, arms: dict[str, Arm], here: Place, turns: int) -> lis
     if rounded and (kernels[0] != kernels[1] or here.device.type == "cuda"):
         notes.append(
             "FP16 and BF16 weights are rounded stochastically: the arms draw other random numbers and drift apart."
+        )
+    if here.ranks_a_gpu > 1:
+        notes.append(
+            f"{here.ranks_a_gpu} ranks shared each GPU and talked over gloo, through the host's memory: times say "
+            "nothing of ranks with GPUs of their own."
         )
     if turns < FEW_TURNS:
         notes.append(f"Only {turns} turns were timed: intervals of so few are too narrow. Take more steps.")

@@ -42,6 +42,7 @@ def run(
     plan_path: Path | None = None,
     checkpoint: Path | None = None,
     resume: Path | None = None,
+    share_gpus: bool = False,
 ) -> int:
     """mode: "train" or "ab". The exit status: 0 pass, 1 a limit was broken, 2 a wrong command line or file.
 
@@ -53,7 +54,7 @@ def run(
     """
     try:
         config: Config = load_config(config_path)
-        with place(world_size) as here:
+        with place(world_size, share_gpus) as here:
 
             def say(line: str) -> None:
                 if here.rank == 0:
