@@ -158,16 +158,15 @@ def _step(case: Case) -> None:
         mean=case.mean,
         trusted=case.trusted,
     )
-    optimizer = ops.Optimizer(
+    rule = ops.Rule(
         adagrad=case.adagrad,
-        learning_rate=0.1,
         eps=1e-8,
         weight_decay=0.01 if case.decay else 0.0,
         weight_decay_mode=case.decay,
         max_gradient=case.clip,
         stochastic_rounding=case.stochastic,
-        seed=2**62 + 5,
     )
+    optimizer = ops.Optimizer(rule, learning_rate=0.1, seed=2**62 + 5)
     weights = torch.empty(starts[-1], dtype=case.weights, device=META)
     state = torch.empty(layout.num_keys, device=META)
     output = torch.empty(batch.output_size, dtype=case.output, device=META)

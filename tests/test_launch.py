@@ -73,11 +73,15 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
 
 
+def one() -> dict[str, Any]:
+    return {"WIDTH": 1, "MEAN": True}
+
+
 def test_a_place_takes_triton_once_and_then_its_compiled_kernel(h200):
     kernel, launcher = FakeKernel(), Launcher(torch.device("cuda", 0))
     for n in (5, 6, 7):
-        launcher("here", kernel, n, "x", n, WIDTH=128, MEAN=True, num_warps=2)
-    launcher("there", kernel, 1, "x", 1, WIDTH=64, MEAN=False, num_warps=2)
+        launcher("here", kernel, n, lambda: {"WIDTH": 128, "MEAN": True, "num_warps": 2}, "x", n)
+    launcher("there", kernel, 1, lambda: {"WIDTH": 64, "MEAN": False, "num_warps": 2}, "x", 1)
     assert kernel.log == [
         ("triton", (5,), ("x", 5), {"WIDTH": 128, "MEAN": True, "num_warps": 2, "EARLY": False}),
         ("compiled", (6,), ("x", 6, 128, True, False)),
@@ -91,7 +95,7 @@ def test_programs_get_in_place_early_where_the_gpu_can(h200, monkeypatch, capabi
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     launch._programmatic.cache_clear()
     kernel, launcher = FakeKernel(), Launcher(torch.device("cuda", 0))
-    launcher("here", kernel, 1, "x", 1, WIDTH=1, MEAN=True, early=True)
+    launcher("here", kernel, 1, one, "x", 1, early=True)
     launch._programmatic.cache_clear()
     assert kernel.log[0][3] == {"WIDTH": 1, "MEAN": True, "EARLY": early, **({"launch_pdl": True} if early else {})}
 
@@ -100,24 +104,24 @@ def test_tensors_are_passed_by_address(h200):
     kernel, launcher = FakeKernel(), Launcher(torch.device("cuda", 0))
     first, second = torch.zeros(3), torch.ones(4)
     for tensor in (first, second):
-        launcher("here", kernel, 1, tensor, None, WIDTH=1, MEAN=True)
+        launcher("here", kernel, 1, one, tensor, None)
     assert kernel.log[1][2] == (second.data_ptr(), None, 1, True, False)
 
 
 def test_hooks_of_a_profiler_are_called(h200, monkeypatch):
     """Triton calls them in its own launch of a compiled kernel."""
     kernel, launcher = FakeKernel(), Launcher(torch.device("cuda", 0))
-    launcher("here", kernel, 1, "x", 1, WIDTH=1, MEAN=True)
+    launcher("here", kernel, 1, one, "x", 1)
     monkeypatch.setattr(launch.knobs.runtime.launch_enter_hook, "calls", [print])
-    launcher("here", kernel, 2, "x", 2, WIDTH=1, MEAN=True)
+    launcher("here", kernel, 2, one, "x", 2)
     assert kernel.log[1] == ("hooked", (2, 1, 1), ("x", 2, 1, True, False))
 
 
 def test_a_copy_compiles_for_itself(h200):
     kernel, launcher = FakeKernel(), Launcher(torch.device("cuda", 0))
-    launcher("here", kernel, 1, "x", 1, WIDTH=1, MEAN=True)
+    launcher("here", kernel, 1, one, "x", 1)
     for copy in (deepcopy(launcher), pickle.loads(pickle.dumps(launcher))):
-        copy("here", kernel, 1, "x", 1, WIDTH=1, MEAN=True)
+        copy("here", kernel, 1, one, "x", 1)
     assert [entry[0] for entry in kernel.log] == ["triton"] * 3
 
 
@@ -125,16 +129,16 @@ def test_compile_only_launches_nothing_and_is_taken_up_later(h200):
     kernel, launcher = FakeKernel(), Launcher(torch.device("cuda", 0))
     with launch.compile_only() as names:
         for n in (5, 6):
-            launcher("here", kernel, n, "x", n, WIDTH=128, MEAN=True)
+            launcher("here", kernel, n, one, "x", n)
     assert names == ["fake_kernel"]
-    launcher("here", kernel, 7, "x", 7, WIDTH=128, MEAN=True)
+    launcher("here", kernel, 7, one, "x", 7)
     assert [entry[:2] for entry in kernel.log] == [("warmup", (5,)), ("compiled", (7,))]
 
 
 def test_resident_programs_are_what_the_gpu_holds(h200):
     kernel, launcher = FakeKernel(), Launcher(torch.device("cuda", 0))
     for programs in (10**6, 10**6, 100):
-        launcher("here", kernel, programs, "x", 1, resident=True, WIDTH=1, MEAN=False)
+        launcher("here", kernel, programs, one, "x", 1, resident=True)
     # 65536 registers / (64 a thread * 64 threads) = 16 programs on each of 132 multiprocessors.
     assert [entry[1] for entry in kernel.log[1:]] == [(16 * 132,), (100,)]
 
@@ -145,12 +149,12 @@ def test_kernels_meet_the_same_kinds_of_arguments_at_the_same_place(device, monk
     seen: dict[tuple, tuple] = {}
     real = Launcher.__call__
 
-    def record(self: Launcher, place: Any, kernel: Any, programs: int, *args: Any, **kwargs: Any) -> None:
-        options = {key: value for key, value in kwargs.items() if key != "resident"}
-        view = (kernel, *_view(kernel, args), *sorted(options.items()))
+    def record(self: Launcher, place: Any, kernel: Any, programs: int, constants: Any, *args: Any, **how: Any) -> None:
+        early = how.get("early", False)
+        view = (kernel, *_view(kernel, args), *sorted({**constants(), "early": early}.items()))
         assert seen.setdefault((id(self), place), view) == view
         kept.append(self)  # an id is one object's only while it lives
-        real(self, place, kernel, programs, *args, **kwargs)
+        real(self, place, kernel, programs, constants, *args, **how)
 
     kept: list[Launcher] = []
     monkeypatch.setattr(Launcher, "__call__", record)
@@ -226,6 +230,9 @@ class FakeBuffer:
 
     def current(self) -> Any:
         return self.buffers[self.selector]
+
+    def alternate(self) -> Any:
+        return self.buffers[1 - self.selector]
 
 
 class FakeSort:

@@ -99,8 +99,9 @@ def test_checkpoints(pool: Ranks, tmp_path: Path, saved_by: str, loaded_by: str)
     check_same([after for _, after in other], [after for _, after in same], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.multigpu
 def test_dynamic_resharding() -> None:
-    """A table moves to the other rank between two steps, with weights and state."""
+    """A table moves to the other rank between two steps, with weights and state; gloo sends nothing from GPU to GPU."""
     case = Case((Table("a", "tw0"), Table("b", "tw1")), steps=3)
     moved = replace(case, tables=(Table("a", "tw1"), Table("b", "tw1")))
     ours = ranks(2, "cuda").run(resharded, case, moved)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
@@ -44,10 +44,11 @@ def compile_only() -> Iterator[list[str]]:
 
 
 class Launcher:
-    """Launches of calls of one kind, on one device."""
+    """Launches of calls of one kind, on one device. kept: what such calls found out for themselves, to keep it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self.kept: Any = None
         self._found: dict[Hashable, _Found] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -61,16 +62,17 @@ class Launcher:
         place: Hashable,
         kernel: JITFunction,
         programs: int,
+        constants: Callable[[], dict[str, Any]],
         *args: Any,
         resident: bool = False,
         early: bool = False,
-        **constants: Any,
     ) -> None:
         """Launches `programs` programs; resident: no more than run at a time, for kernels that stride over their work;
         early: they get in place before the kernel before has ended, see common.begin_kernel.
 
         place: distinguishes launches of a call whose constants or argument types differ.
-        args: the arguments before the constexpr ones, of one type at a place; constants: constexpr arguments, options.
+        constants: gives the constexpr arguments and options; asked at a place's first launch.
+        args: the arguments before the constexpr ones, of one type at a place.
         """
         names = _this_thread.compiled
         if found := self._found.get(place):
@@ -91,17 +93,18 @@ class Launcher:
             return
         if resident:
             programs = min(programs, 8 * _multiprocessors(self._device))
-        constants["EARLY"] = early = early and _programmatic(self._device)
+        given = constants()
+        given["EARLY"] = early = early and _programmatic(self._device)
         if early:
-            constants["launch_pdl"] = True
+            given["launch_pdl"] = True
         if names is None:
-            compiled = kernel[(programs,)](*args, **constants)
-        elif compiled := kernel.warmup(*args, grid=(programs,), **constants):
+            compiled = kernel[(programs,)](*args, **given)
+        elif compiled := kernel.warmup(*args, grid=(programs,), **given):
             compiled[(1, 1, 1)]  # loads it
             names.append(kernel.__name__)
         if compiled is not None:  # Triton's interpreter compiles nothing
             pointers = tuple(i for i, value in enumerate(args) if isinstance(value, torch.Tensor))
-            tail = tuple(constants[p.name] for p in kernel.params[len(args) :])
+            tail = tuple(given[p.name] for p in kernel.params[len(args) :])
             self._found[place] = _Found(compiled, pointers, tail, _resident(compiled, self._device))
 
 

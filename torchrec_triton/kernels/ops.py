@@ -24,16 +24,22 @@ _CHECK = 256  # ids that a program of the lookup checks at a step
 _EARLY = 2**12  # programs of the lookup, at most, that gain by getting in place early
 
 
-class Optimizer(NamedTuple):
-    """Hyper-parameters of one step, as they were when its forward ran. weight_decay_mode: 0 none, 1 L2, 2 decoupled."""
+class Rule(NamedTuple):
+    """What an optimizer does at every step. weight_decay_mode: 0 none, 1 L2, 2 decoupled."""
 
     adagrad: bool
-    learning_rate: float
     eps: float
     weight_decay: float
     weight_decay_mode: int
     max_gradient: float | None
     stochastic_rounding: bool
+
+
+class Optimizer(NamedTuple):
+    """Hyper-parameters of one step, as they were when its forward ran."""
+
+    rule: Rule
+    learning_rate: float
     seed: int
 
 
@@ -69,8 +75,8 @@ def bag_output_offsets(
         launch = layout.launcher("bag output", kind_of(block_output, batch_offsets, rank_offsets))
         launch(
             "bag output", forward.bag_output_kernel, layout.num_features * num_ranks,
+            lambda: {"BLOCK": 256, "num_warps": 2},
             bag_output, block_output, batch_offsets, rank_offsets, layout.feature_meta, layout.num_features, num_ranks,
-            BLOCK=256, num_warps=2,
         )  # fmt: skip
     return bag_output
 
@@ -118,7 +124,7 @@ def compile_step(
             for bags in (1, 2**18):  # programs get in place early, or they are too many
                 lookup(layout, weights, replace(batch, batch_size=bags), out, repairs)
             if weighted:
-                sample_weight_grad(layout, weights, out, batch, None, optimizer.max_gradient)
+                sample_weight_grad(layout, weights, out, batch, None, optimizer.rule.max_gradient)
             for many in (batch.offsets, empty(max(num_ids, transpose.MANY_BAGS) + 1, ids)):  # bags
                 # It sorts, and so builds or loads the sort.
                 update(layout, weights, state, out, replace(batch, offsets=many, kind=None), optimizer)
@@ -138,8 +144,8 @@ def check_offsets(layout: TableLayout, batch: Batch, repairs: torch.Tensor) -> N
     launch = layout.launcher("check", batch.kind, kind_of(repairs), early)
     with _on(repairs.device):
         launch(
-            "offsets", bounds_check.check_offsets_kernel, cdiv(num_bags, tile),
-            batch.offsets, repairs, num_bags, num_ids, TILE=tile, num_warps=4, early=early,
+            "offsets", bounds_check.check_offsets_kernel, cdiv(num_bags, tile), lambda: {"TILE": tile, "num_warps": 4},
+            batch.offsets, repairs, num_bags, num_ids, early=early,
         )  # fmt: skip
 
 
@@ -165,13 +171,16 @@ def lookup(
             early = programs <= _EARLY
             launch(
                 (index, early), forward.tbe_fwd_kernel, programs,
+                lambda: {
+                    "BAGS": bags, "BLOCK_D": bucket.block_d, "WEIGHT_VEC": bucket.weight_vec, "EXACT": bucket.exact,
+                    "ACC": tl.float64 if double else tl.float32, "CHECK": _CHECK if repairs is not None else 0,
+                    "TRUSTED": batch.trusted, "WIDE": layout.wide_rows, "WEIGHTED": batch.sample_weights is not None,
+                    "MEAN": batch.mean, "VBE": batch.bag_output is not None,
+                    "num_warps": num_warps(bucket.block_d, bags),
+                },
                 output, weights, batch.indices, batch.offsets, batch.sample_weights, batch.bag_output,
                 batch.batch_offsets, repairs, bucket.features, layout.feature_meta, batch.batch_size, num_ids,
-                layout.total_dim, each, BAGS=bags, BLOCK_D=bucket.block_d, WEIGHT_VEC=bucket.weight_vec,
-                ACC=tl.float64 if double else tl.float32, EXACT=bucket.exact,
-                CHECK=_CHECK if repairs is not None else 0, TRUSTED=batch.trusted, WIDE=layout.wide_rows,
-                WEIGHTED=batch.sample_weights is not None, MEAN=batch.mean, VBE=batch.bag_output is not None,
-                num_warps=num_warps(bucket.block_d, bags), early=early,
+                layout.total_dim, each, early=early,
             )  # fmt: skip
 
 
@@ -214,13 +223,14 @@ def sample_weight_grad(
             bags = tile_rows(bucket.block_d)
             launch(
                 index, backward.sample_weight_grad_kernel, bucket.num_features * cdiv(batch.batch_size, bags),
+                lambda: {
+                    "BAGS": bags, "BLOCK_D": bucket.block_d, "WEIGHT_VEC": bucket.weight_vec, "EXACT": bucket.exact,
+                    "TRUSTED": batch.trusted, "WIDE": layout.wide_rows, "MASKED": wanted is not None,
+                    "VBE": batch.bag_output is not None, "CLIP": clip, "num_warps": num_warps(bucket.block_d, bags),
+                },
                 weight_grad, weights, grad, batch.indices, batch.offsets, batch.bag_output, batch.batch_offsets,
                 bucket.features, layout.feature_meta, wanted, batch.batch_size, batch.indices.numel(), layout.total_dim,
-                max_gradient if max_gradient is not None else 0.0,
-                BAGS=bags, BLOCK_D=bucket.block_d, WEIGHT_VEC=bucket.weight_vec,
-                EXACT=bucket.exact, TRUSTED=batch.trusted, WIDE=layout.wide_rows,
-                MASKED=wanted is not None, VBE=batch.bag_output is not None, CLIP=clip,
-                num_warps=num_warps(bucket.block_d, bags), early=few,
+                max_gradient if max_gradient is not None else 0.0, early=few,
             )  # fmt: skip
     return weight_grad
 
@@ -240,17 +250,75 @@ def update(
     """
     if batch.indices.numel() == 0 or batch.offsets.numel() <= 1 or layout.num_keys == 0:
         return
-    stochastic = optimizer.stochastic_rounding and weights.dtype != torch.float32
-    flags = {
-        "SCALED": batch.mean or batch.sample_weights is not None, "CLIP": optimizer.max_gradient is not None,
-        "ADAGRAD": optimizer.adagrad, "DECAY": optimizer.weight_decay_mode, "STOCHASTIC": stochastic,
-    }  # fmt: skip
     num_ids = batch.indices.numel()
     layout, few = _division(layout, num_ids), num_ids <= tuning.TILES.few
-    launch = layout.launcher("update", batch.kind, kind_of(weights, state, grad), few, *flags.values())
+    launch = layout.launcher("update", batch.kind, kind_of(weights, state, grad), few, optimizer.rule)
     with _on(weights.device):
         runs = transpose.transpose(layout, batch, launch, few)
-        _apply(layout, weights, state, grad, runs, optimizer, launch, few, flags)
+        _apply(layout, weights, state, grad, batch, runs, optimizer, launch, few)
+
+
+class _Update(NamedTuple):
+    """A launch of `update_kernel` for the classes lowest to highest. abreast: runs of a tile, side by side; warps: of a
+    program."""
+
+    place: tuple
+    lowest: tl.constexpr
+    highest: tl.constexpr
+    abreast: int
+    warps: int
+
+
+class _Tiling(NamedTuple):
+    """What the launches for one bucket are like. look, block_look: lookups of a long run, and of a block, side by side.
+    constants: of all these launches; rule: of the updates, from the optimizer."""
+
+    look: int
+    block_look: int
+    updates: tuple[_Update, ...]
+    constants: dict[str, Any]
+    rule: dict[str, Any]
+
+
+def _tiling(
+    layout: TableLayout, index: int, batch: Batch, rule: Rule, dtype: torch.dtype, few: bool
+) -> _Tiling:
+    bucket, tiles, width = layout.buckets[index], tuning.TILES, layout.max_block_d
+    d, scaled = bucket.block_d, batch.mean or batch.sample_weights is not None
+    look = tile_rows(d, tiles.long if d < 256 else tiles.long_wide)
+    wide = num_warps(d, look)
+    # A launch for all classes has the warps of long runs.
+    abreast = tile_rows(d, tiles.short_warp * wide if few else tiles.short)
+    # Fewer fp32 rows at a time leave their gradients in the cache: kernel-log 28, which says where it was measured.
+    several = abreast // 2 if not few and dtype == torch.float32 and d == 128 and not scaled else abreast
+    warps = num_warps(d, abreast, tiles.short_warp)
+    classes = (
+        [(transpose.SINGLE, transpose.LONG, abreast, wide)]
+        if few
+        else [
+            (transpose.SINGLE, transpose.SINGLE, abreast, warps),
+            (transpose.SHORT, transpose.MIDDLE, several, warps),
+            (transpose.LONG, transpose.LONG, abreast, wide),
+        ]
+    )
+    return _Tiling(
+        look,
+        tile_rows(d, 4 * tiles.long) if few else look,
+        tuple(_Update(("update", highest.value, index), lowest, highest, *rest) for lowest, highest, *rest in classes),
+        {
+            "BLOCK_D": d, "EXACT": bucket.exact, "WIDTH": width, "BLOCK": _block(few, width), "SCALED": scaled,
+            "CLIP": rule.max_gradient is not None,
+        },
+        {
+            "ADAGRAD": rule.adagrad, "DECAY": rule.weight_decay_mode, "VEC": bucket.weight_vec,
+            "STOCHASTIC": rule.stochastic_rounding and dtype != torch.float32,
+        },
+    )  # fmt: skip
+
+
+def _block(few: bool, width: int) -> int:
+    """Lookups of a block of partial sums."""
+    return max(32, width // 4) if few else max(128, width)
 
 
 def _apply(
@@ -258,58 +326,48 @@ def _apply(
     weights: torch.Tensor,
     state: torch.Tensor,
     grad: torch.Tensor,
+    batch: Batch,
     runs: transpose.Runs,
     optimizer: Optimizer,
     launch: Launcher,
     few: bool,
-    flags: dict[str, Any],
 ) -> None:
-    num_ids, width, tiles = runs.keys.numel(), layout.max_block_d, tuning.TILES
-    block, super_blocks = (max(32, width // 4), 256) if few else (max(128, width), 64)
+    num_ids, width = runs.keys.numel(), layout.max_block_d
+    block, super_blocks = _block(few, width), 256 if few else 64
     blocks = torch.empty(num_ids // block, width, dtype=torch.float32, device=grad.device)
     supers = torch.empty(num_ids // (block * super_blocks), width, dtype=torch.float32, device=grad.device)
-    max_gradient = optimizer.max_gradient if optimizer.max_gradient is not None else 0.0
+    rule = optimizer.rule
+    max_gradient = rule.max_gradient if rule.max_gradient is not None else 0.0
     # Most runs of one lookup, of two and more, and long ones that the lookups can make.
-    single, short, long = num_ids, num_ids // 2, num_ids // (transpose.middle_run(few) + 1)
-    for index, bucket in enumerate(layout.buckets):
-        d = bucket.block_d
-        look = tile_rows(d, tiles.long if d < 256 else tiles.long_wide)
-        wide = num_warps(d, look)
-        # A launch for all classes has the warps of long runs.
-        abreast = tile_rows(d, tiles.short_warp * wide if few else tiles.short)
-        # Fewer fp32 rows at a time leave their gradients in the cache: kernel-log 28, which says where it was measured.
-        halved = not few and weights.dtype == torch.float32 and d == 128 and not flags["SCALED"]
-        several = abreast // 2 if halved else abreast
-        block_look = tile_rows(d, 4 * tiles.long) if few else look
-        shape: dict[str, Any] = {"BLOCK_D": d, "EXACT": bucket.exact, "WIDTH": width, "BLOCK": block}
+    longest = num_ids // (transpose.middle_run(few) + 1)
+    if launch.kept is None:
+        buckets = range(len(layout.buckets))
+        launch.kept = [_tiling(layout, index, batch, rule, weights.dtype, few) for index in buckets]
+    for index, (bucket, tiling) in enumerate(zip(layout.buckets, launch.kept)):
         for size, partial in ((1, blocks), (super_blocks, supers)):
             if count := partial.shape[0]:
                 each = min(_GROUP, max(1, count // _ENOUGH))
                 launch(
                     ("partial", size, index), backward.partial_sums_kernel, cdiv(count, each * _APART) * _APART,
+                    lambda: {
+                        "GROUP": _GROUP, "APART": _APART, "SUPER": size, "LOOK": tiling.block_look, **tiling.constants,
+                        "num_warps": num_warps(bucket.block_d, tiling.block_look),
+                    },
                     partial, runs.keys, grad, runs.payload, blocks, layout.table_key, layout.table_meta,
-                    count, layout.num_tables, bucket.key_begin, bucket.key_end, max_gradient, each,
-                    GROUP=_GROUP, APART=_APART, SUPER=size, LOOK=block_look, **shape,
-                    SCALED=flags["SCALED"], CLIP=flags["CLIP"], num_warps=num_warps(d, block_look), early=few,
+                    count, layout.num_tables, bucket.key_begin, bucket.key_end, max_gradient, each, early=few,
                 )  # fmt: skip
-        one, two, many = cdiv(single, abreast), cdiv(short, several), long
-        warps = num_warps(d, abreast, tiles.short_warp)
-        launches = (
-            [(transpose.SINGLE, transpose.LONG, abreast, one + two + many, wide)]
-            if few
-            else [
-                (transpose.SINGLE, transpose.SINGLE, abreast, one, warps),
-                (transpose.SHORT, transpose.MIDDLE, several, two, warps),
-                (transpose.LONG, transpose.LONG, abreast, many, wide),
-            ]
-        )  # fmt: skip
-        for lowest, highest, side_by_side, programs, width_warps in launches:
+        for update in tiling.updates:
+            one, several = cdiv(num_ids, update.abreast), cdiv(num_ids // 2, update.abreast)
+            programs = one + several + longest if few else (one, several, several, longest)[update.highest.value]
             if programs:
                 launch(
-                    ("update", highest.value, index), backward.update_kernel, programs,
+                    update.place, backward.update_kernel, programs,
+                    lambda: {
+                        "LOWEST": update.lowest.value, "HIGHEST": update.highest.value, "RUNS": update.abreast,
+                        "LOOK": tiling.look, "SUPER": super_blocks, **tiling.constants, **tiling.rule,
+                        "num_warps": update.warps,
+                    },
                     weights, state, grad, runs.first, runs.last, runs.row_key, runs.row_table, runs.bounds, index,
                     len(layout.buckets), runs.payload, blocks, supers, layout.table_meta, optimizer.learning_rate,
-                    optimizer.eps, optimizer.weight_decay, max_gradient, optimizer.seed,
-                    LOWEST=lowest.value, HIGHEST=highest.value, RUNS=side_by_side, LOOK=look, VEC=bucket.weight_vec,
-                    SUPER=super_blocks, **shape, **flags, num_warps=width_warps, resident=True, early=few,
+                    rule.eps, rule.weight_decay, max_gradient, optimizer.seed, resident=True, early=few,
                 )  # fmt: skip

@@ -7,10 +7,10 @@ torch.sort runs. Both are stable, so both give the same bits.
 """
 from __future__ import annotations
 
-import functools
 import hashlib
 import logging
 import threading
+from dataclasses import dataclass
 
 import torch
 from triton.runtime.cache import get_cache_manager
@@ -55,7 +55,8 @@ class _RadixSort:
         self._calls = threading.Lock()  # the object holds the arguments of a call until it has launched
         self._scratch: dict[tuple[int, int], int] = {}  # bytes by power of two of pairs, and bits
         compute = _compat.cuda_compute()
-        self._buffer = compute.DoubleBuffer
+        self._keys, self._payload = (compute.DoubleBuffer(_Place(), _Place()) for _ in range(2))
+        self._free, self._stream = _Place(), _Stream()
         major, minor = torch.cuda.get_device_capability(device)
         name = f"sort-{_compat.installed_version('cuda-cccl')}-sm{major}{minor}-{key}-{payload}"
         cache = get_cache_manager(hashlib.sha256(name.encode()).hexdigest())
@@ -73,39 +74,45 @@ class _RadixSort:
 
     def __call__(self, keys: torch.Tensor, payload: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
         given, spare = (keys, payload), (torch.empty_like(keys), torch.empty_like(payload))
-        key_places, payload_places = (self._buffer(_Place(g), _Place(s)) for g, s in zip(given, spare))
-        begin = key_places.current()
-        sort = functools.partial(
-            self._sort, d_in_keys=key_places, d_out_keys=None, d_in_values=payload_places, d_out_values=None,
-            begin_bit=0, end_bit=bits, stream=_Stream(current_stream(keys.device.index)),
-        )  # fmt: skip
-        size = keys.numel().bit_length()
+        num_items = keys.numel()
+        size = num_items.bit_length()
         with self._calls:
-            if (size, bits) not in self._scratch:
-                self._scratch[size, bits] = sort(temp_storage=None, num_items=2**size - 1)
-            scratch = keys.new_empty(max(1, self._scratch[size, bits]), dtype=torch.uint8)
-            sort(temp_storage=_Place(scratch), num_items=keys.numel())
-        return given if key_places.current() is begin else spare
+            for buffer, one, other in zip((self._keys, self._payload), given, spare):
+                buffer.selector = 0
+                buffer.current().address, buffer.alternate().address = one.data_ptr(), other.data_ptr()
+            self._stream.handle = current_stream(keys.device.index)
+            if (scratch := self._scratch.get((size, bits))) is None:
+                scratch = self._scratch[size, bits] = self._run(None, 2**size - 1, bits)
+            memory = keys.new_empty(max(1, scratch), dtype=torch.uint8)
+            self._free.address, self._free.nbytes = memory.data_ptr(), memory.numel()
+            self._run(self._free, num_items, bits)
+            return spare if self._keys.selector else given
+
+    def _run(self, scratch: _Place | None, num_items: int, bits: int) -> int:
+        """Launches the sort; without scratch memory it only says how many bytes it takes."""
+        return self._sort(  # type: ignore[no-any-return]
+            temp_storage=scratch, d_in_keys=self._keys, d_out_keys=None, d_in_values=self._payload, d_out_values=None,
+            num_items=num_items, begin_bit=0, end_bit=bits, stream=self._stream,
+        )  # fmt: skip
 
 
+@dataclass(slots=True)
 class _Place:
     """Where an array lies, as cuda.compute asks for it. Its sort keeps what it was given until the next call: with this
     in place of the tensors their memory is free when the caller lets go of them."""
 
-    __slots__ = ("_address", "nbytes")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._address, self.nbytes = tensor.data_ptr(), tensor.nbytes
+    address: int = 0
+    nbytes: int = 0
 
     def data_ptr(self) -> int:
-        return self._address
+        return self.address
 
 
+@dataclass(slots=True)
 class _Stream:
     """A stream as cuda.compute asks for it."""
 
-    def __init__(self, handle: int) -> None:
-        self._handle = handle
+    handle: int = 0
 
     def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self._handle
+        return 0, self.handle

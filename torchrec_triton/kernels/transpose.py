@@ -16,8 +16,7 @@ capacities follow from the number of ids.
 """
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -48,8 +47,7 @@ _TILE = 128  # sorted keys a warp
 _GROUP = 4  # warps that count in a program
 
 
-@dataclass(frozen=True)
-class Runs:
+class Runs(NamedTuple):
     """Runs of a batch. R, the number of runs, is known to the device only; capacities are in brackets.
 
     keys: sorted row keys [N]; lookups without a row (pruned or out of range) come last, with key num_keys.
@@ -392,21 +390,25 @@ def transpose(layout: TableLayout, batch: Batch, launch: Launcher, few: bool) ->
     bags = _SHORT_BAGS if num_ids <= _SHORT_BAG * num_bags and num_bags >= MANY_BAGS else _BAGS
     launch(
         ("linearize", bags), linearize_kernel, layout.num_features * cdiv(batch.batch_size, bags),
+        lambda: {
+            "BAGS": bags, "GROUP": _BAGS, "WEIGHTED": weighted, "MEAN": batch.mean, "VBE": vbe,
+            "TRUSTED": batch.trusted, "NARROW": batch.trusted and layout.key_dtype == torch.int32, "num_warps": 4,
+        },
         keys, payload, batch.indices, batch.offsets, batch.sample_weights, batch.bag_output, batch.batch_offsets,
-        layout.feature_meta, batch.batch_size, num_ids, num_bags, layout.total_dim, layout.num_keys,
-        BAGS=bags, GROUP=_BAGS, TRUSTED=batch.trusted, NARROW=batch.trusted and layout.key_dtype == torch.int32,
-        WEIGHTED=weighted, MEAN=batch.mean, VBE=vbe, num_warps=4, early=few,
+        layout.feature_meta, batch.batch_size, num_ids, num_bags, layout.total_dim, layout.num_keys, early=few,
     )  # fmt: skip
     keys, payload = sort_pairs(keys, payload, layout.num_keys)
 
     tiles = cdiv(num_ids + 1, _TILE)
     counts = torch.empty(CLASSES * tiles, dtype=torch.int32, device=device)
-    shape: dict[str, Any] = {
-        "CLASSES": CLASSES, "TILE": _TILE, "WIDE": wide, "SHORT_LEN": SHORT_RUN, "MIDDLE_LEN": middle_run(few),
-    }  # fmt: skip
+
+    def constants(**others: Any) -> dict[str, Any]:
+        lengths = {"SHORT_LEN": SHORT_RUN, "MIDDLE_LEN": middle_run(few)}
+        return {"CLASSES": CLASSES, "TILE": _TILE, "WIDE": wide, **lengths, **others}
+
     launch(
-        "count", count_runs_kernel, cdiv(tiles, _GROUP),
-        counts, keys, num_ids, tiles, layout.num_keys, GROUP=_GROUP, **shape, num_warps=_GROUP, early=few,
+        "count", count_runs_kernel, cdiv(tiles, _GROUP), lambda: constants(GROUP=_GROUP, num_warps=_GROUP),
+        counts, keys, num_ids, tiles, layout.num_keys, early=few,
     )  # fmt: skip
     if not few:
         counts = counts.cumsum(0, dtype=position)
@@ -416,9 +418,8 @@ def transpose(layout: TableLayout, batch: Batch, launch: Launcher, few: bool) ->
     row_table = torch.empty(num_ids, dtype=torch.int32, device=device)
     bounds = torch.empty(CLASSES, num_buckets + 1, dtype=position, device=device)
     launch(
-        "write", write_runs_kernel, tiles,
+        "write", write_runs_kernel, tiles, lambda: constants(SCALED=scaled, SUMMED=not few, num_warps=1),
         first, last, row_key, row_table, bounds, counts, keys, payload, layout.table_key, layout.bucket_key,
-        num_ids, tiles, layout.num_keys, layout.num_tables, num_buckets, SCALED=scaled, SUMMED=not few, **shape,
-        num_warps=1, early=few,
+        num_ids, tiles, layout.num_keys, layout.num_tables, num_buckets, early=few,
     )  # fmt: skip
     return Runs(keys, payload, first, last, row_key, row_table, bounds)

@@ -82,6 +82,8 @@ class TritonTableBatchedEmbeddingBags(_Base):
         self._strict = strict
         self._said_weighted_mean = False
         self._layout: TableLayout | None = None
+        self._optimizer: tuple[Any, ops.Rule] | None = None  # FBGEMM's arguments that it was made of
+        self._output_type = _fbgemm.SparseType.from_int(self.output_dtype).as_dtype()
         self._repair_log = _RepairLog()
         # The check turns a wrong id into 0, which a table without rows does not have either.
         has_empty = any(spec[0] == 0 for spec in self.embedding_specs)
@@ -139,7 +141,7 @@ class TritonTableBatchedEmbeddingBags(_Base):
         optimizer, mean = self._optimizer_now(draw=False), self.pooling_mode == _fbgemm.PoolingMode.MEAN
         return ops.compile_step(
             self.layout(), self.flat_weights(), self.flat_state(),
-            self._repairs(), optimizer, ids=ids, output=_fbgemm.SparseType.from_int(self.output_dtype).as_dtype(),
+            self._repairs(), optimizer, ids=ids, output=self._output_type,
             weighted=weighted and not mean, vbe=vbe, mean=mean, trusted=self._repairs_ids,
         )  # fmt: skip
 
@@ -231,11 +233,10 @@ class TritonTableBatchedEmbeddingBags(_Base):
             ops.check_offsets(layout, batch, repairs)
         output = vbe_output
         if output is None:
-            dtype = _fbgemm.SparseType.from_int(self.output_dtype).as_dtype()
-            output = torch.empty(shape, dtype=dtype, device=indices.device)
+            output = torch.empty(shape, dtype=self._output_type, device=indices.device)
         self._count_step()
         output = _Lookup.apply(
-            self.placeholder_autograd_tensor, sample_weights, vbe_output, output, self, batch, repairs,
+            self.placeholder_autograd_tensor, sample_weights, vbe_output, output, self, layout, batch, repairs,
             self._optimizer_now(), feature_requires_grad,
         )  # fmt: skip
         if self.bounds_check_mode_int == _WARNING:
@@ -329,21 +330,23 @@ class TritonTableBatchedEmbeddingBags(_Base):
             self.iter.add_(1)
 
     def _optimizer_now(self, draw: bool = True) -> ops.Optimizer:
-        args = self.optimizer_args
-        rounds = args.stochastic_rounding and self.weights_precision != _fbgemm.SparseType.FP32
-        seed = _SEED if rounds else 0
-        if rounds and draw and torch.is_grad_enabled():
+        args, kept = self.optimizer_args, self._optimizer
+        if kept is None or kept[0] is not args:
+            rounds = args.stochastic_rounding and self.weights_precision != _fbgemm.SparseType.FP32
+            rule = ops.Rule(
+                adagrad=self.optimizer == _fbgemm.OptimType.EXACT_ROWWISE_ADAGRAD,
+                eps=float(args.eps),
+                weight_decay=float(args.weight_decay),
+                weight_decay_mode=_WEIGHT_DECAY[self.weight_decay_mode.name],
+                max_gradient=float(args.max_gradient) if args.gradient_clipping else None,
+                stochastic_rounding=rounds,
+            )
+            self._optimizer = kept = args, rule
+        rule = kept[1]
+        seed = _SEED if rule.stochastic_rounding else 0
+        if seed and draw and torch.is_grad_enabled():
             seed = _draw_seed(self.D_offsets.device, self.step)
-        return ops.Optimizer(
-            adagrad=self.optimizer == _fbgemm.OptimType.EXACT_ROWWISE_ADAGRAD,
-            learning_rate=float(self.get_learning_rate()),
-            eps=float(args.eps),
-            weight_decay=float(args.weight_decay),
-            weight_decay_mode=_WEIGHT_DECAY[self.weight_decay_mode.name],
-            max_gradient=float(args.max_gradient) if args.gradient_clipping else None,
-            stochastic_rounding=rounds,
-            seed=seed,
-        )
+        return ops.Optimizer(rule, float(self.get_learning_rate()), seed)
 
 
 class _RepairLog:
@@ -406,13 +409,14 @@ class _Lookup(torch.autograd.Function):
         vbe_output: Tensor | None,
         output: Tensor,
         module: TritonTableBatchedEmbeddingBags,
+        layout: TableLayout,
         batch: Batch,
         repairs: Tensor | None,
         optimizer: ops.Optimizer,
         wanted: Tensor | None,
     ) -> Tensor:
-        ops.lookup(module.layout(), module.flat_weights(), batch, output, repairs)
-        ctx.module, ctx.optimizer, ctx.wanted = module, optimizer, wanted
+        ops.lookup(layout, module.weights_host if module.use_cpu else module.weights_dev, batch, output, repairs)
+        ctx.module, ctx.layout, ctx.optimizer, ctx.wanted = module, layout, optimizer, wanted
         ctx.writes_into_input = vbe_output is not None
         ctx.save_for_backward(batch.indices, batch.offsets, sample_weights, batch.bag_output, batch.batch_offsets)
         ctx.rest = (batch.batch_size, batch.output_size, batch.mean, batch.trusted, batch.kind)
@@ -422,17 +426,23 @@ class _Lookup(torch.autograd.Function):
         return output
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple:  # type: ignore[override]
-        module, optimizer = ctx.module, ctx.optimizer
-        batch = Batch(*ctx.saved_tensors, *ctx.rest)
-        grad = grad_output.contiguous()
-        weights, weight_grad = module.flat_weights(), None
-        if ctx.needs_input_grad[1]:
-            wanted = None if ctx.wanted is None else ctx.wanted.to(weights.device, torch.int32)
-            weight_grad = ops.sample_weight_grad(module.layout(), weights, grad, batch, wanted, optimizer.max_gradient)
-        ops.update(module.layout(), weights, module.flat_state(), grad, batch, optimizer)
-        return None, weight_grad, grad_output if ctx.writes_into_input else None, *[None] * 6
+        return (_backward_of_graph if torch.is_grad_enabled() else _backward)(ctx, grad_output)
+
+
+def _backward(ctx: Any, grad_output: Tensor) -> tuple:
+    module, layout, optimizer = ctx.module, ctx.layout, ctx.optimizer
+    batch, grad, weight_grad = Batch(*ctx.saved_tensors, *ctx.rest), grad_output.contiguous(), None
+    on_host = module.use_cpu
+    weights = module.weights_host if on_host else module.weights_dev
+    if ctx.needs_input_grad[1]:
+        wanted = None if ctx.wanted is None else ctx.wanted.to(weights.device, torch.int32)
+        weight_grad = ops.sample_weight_grad(layout, weights, grad, batch, wanted, optimizer.rule.max_gradient)
+    ops.update(layout, weights, module.momentum1_host if on_host else module.momentum1_dev, grad, batch, optimizer)
+    return None, weight_grad, grad_output if ctx.writes_into_input else None, None, None, None, None, None, None, None
+
+
+_backward_of_graph = torch.autograd.function.once_differentiable(_backward)  # for create_graph
 
 
 def _names(table_names: list[str] | None, count: int) -> str:
