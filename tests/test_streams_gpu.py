@@ -142,6 +142,41 @@ def test_the_fused_pipelines_streams(stream: str) -> None:
     compare_pipelines(ranks(1, "cuda"), Case(tables, steps=6, batch=32), pipeline)
 
 
+class MadeElsewhere(torch.autograd.Function):
+    """Hands on the gradient as TorchRec's exchange does: made in the current stream, and unknown to autograd, which
+    therefore keeps no record of the lookup's stream."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, gradient: list[Tensor]) -> Tensor:  # type: ignore[override]
+        ctx.gradient = gradient
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, unused: Tensor) -> tuple:  # type: ignore[override]
+        return ctx.gradient.pop(), None
+
+
+def test_a_gradient_that_was_made_in_another_stream() -> None:
+    """Its memory is let go of, and taken again in its own stream, before the backward has read it."""
+    case = harness.Case(rows=(5000,), dims=(128,), feature_table_map=(0,), lengths=(8,) * 4096)
+    (module, check), side = (harness.build(case, "cuda", strict=True) for _ in range(2)), torch.cuda.Stream()
+    batch = harness.make_batch(case, "cuda", 0)
+    for number in range(20):
+        torch.cuda.synchronize()
+        made = [batch.grad_output * (number + 1)]
+        torch.cuda.synchronize()
+        with torch.cuda.stream(side):
+            out = MadeElsewhere.apply(module(batch.indices, batch.offsets, **batch.kwargs(case)), made)
+            torch.cuda._sleep(20_000_000)  # about 10 ms, for which the backward waits
+            out.backward(torch.empty_like(out))
+        del made, out
+        torch.full_like(batch.grad_output, float("nan"))
+    torch.cuda.synchronize()
+    for number in range(20):
+        check(batch.indices, batch.offsets, **batch.kwargs(case)).backward(batch.grad_output * (number + 1))
+    assert harness.same_bits(harness.contents(module), harness.contents(check))
+
+
 # --- graphs -----------------------------------------------------------------------------------------------------------
 
 

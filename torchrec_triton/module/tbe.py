@@ -20,6 +20,7 @@ from torch import Tensor
 from torchrec_triton import _compat, support
 from torchrec_triton.kernels import ops
 from torchrec_triton.kernels.common import MAX_OUTPUT, Batch, TableLayout
+from torchrec_triton.kernels.launch import current_stream
 
 _fbgemm = _compat.fbgemm_tbe()
 _Base: Any = _fbgemm.SplitTableBatchedEmbeddingBagsCodegen
@@ -434,6 +435,10 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple:
     module, layout, optimizer = ctx.module, ctx.layout, ctx.optimizer
     batch, grad, weight_grad = Batch(*ctx.saved_tensors, *ctx.rest), grad_output.contiguous(), None
     on_host = module.use_cpu
+    if not on_host and current_stream(grad.device.index):
+        # Not the default stream, in which TorchRec's exchange of gradients makes this one, in memory that it lets go of
+        # without a word of any other.
+        grad.record_stream(torch.cuda.current_stream(grad.device))
     weights = module.weights_host if on_host else module.weights_dev
     if ctx.needs_input_grad[1]:
         wanted = None if ctx.wanted is None else ctx.wanted.to(weights.device, torch.int32)
