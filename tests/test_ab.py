@@ -32,10 +32,10 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec_triton.ab import arm as arm_module
 from torchrec_triton.ab import compare as compare_module
 from torchrec_triton.ab import report as reports
-from torchrec_triton.ab.arm import Arm, Feed, LaunchError, in_step, place
+from torchrec_triton.ab.arm import Arm, Feed, LaunchError, Place, in_step, place
 from torchrec_triton.ab.compare import _covered, _differences, _largest, _ratio, compare
 from torchrec_triton.ab.model import fill
-from torchrec_triton.ab.run import run
+from torchrec_triton.ab.run import _plan, run
 from torchrec_triton.ab.sources import open_source
 from torchrec_triton.cli import main
 from torchrec_triton.config import Config, ConfigError, Limits, build, load_config
@@ -755,6 +755,57 @@ def test_processes_without_a_gpu_are_told(monkeypatch, local_rank, on_host, shar
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(LaunchError, match=re.escape(told)), place(4, share):
         pass
+
+
+@pytest.mark.parametrize(
+    ("gpus", "on_host", "local_rank", "share", "found"),
+    [
+        (2, 4, 3, True, ("gloo", 1, 2, 2)),
+        (1, 2, 1, True, ("gloo", 0, 1, 2)),
+        (2, 2, 1, True, ("nccl", 1, 2, 1)),  # there is nothing to share
+        (2, 2, 1, False, ("nccl", 1, 2, 1)),
+        (0, 2, 1, True, ("gloo", None, 2, 1)),
+    ],
+)
+def test_ranks_that_share_gpus_count_as_hosts(monkeypatch, gpus, on_host, local_rank, share, found):
+    """(backend, GPU, ranks to a host as TorchRec sees it too, ranks a GPU)."""
+    launched = {"RANK": local_rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": on_host, "LOCAL_WORLD_SIZE": on_host}
+    for name, value in {**launched, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    for name, value in {"is_available": bool(gpus), "device_count": gpus, "set_device": None}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(arm_module, "_multiply_once", lambda device: None)
+    group: dict[str, Any] = {"is_initialized": False, "get_rank": local_rank, "get_world_size": on_host}
+    for name, value in {**group, "destroy_process_group": None}.items():
+        monkeypatch.setattr(dist, name, lambda *_, value=value: value)
+    backends: list[str] = []
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: backends.append(backend))
+    with place(on_host, share) as here:
+        counted = int(os.environ["LOCAL_WORLD_SIZE"])
+        assert (backends[0], here.device.index, here.local_world_size, here.ranks_a_gpu) == found
+        assert counted == here.local_world_size
+    assert os.environ["LOCAL_WORLD_SIZE"] == str(on_host)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    if share:
+        with pytest.raises(LaunchError, match="LOCAL_WORLD_SIZE not"), place(on_host, share):
+            pass
+    else:
+        with place(on_host):
+            pass
+    assert "LOCAL_WORLD_SIZE" not in os.environ
+
+
+def test_a_plan_for_other_gpus_is_told(tmp_path):
+    """Ranks that share a GPU have other numbers of GPUs than the plan of a host with one for each."""
+    path, config = tmp_path / "run.yaml", with_changes(compute_kernel="fused")
+    path.write_text(yaml.safe_dump(config))
+    for local_size in (2, 1):
+        sizes = ["--world-size", "2", "--local-world-size", str(local_size)]
+        assert main(["plan", "--config", str(path), *sizes, "--output", str(tmp_path / f"{local_size}")]) == 0
+    here = Place(torch.device("cuda", 0), rank=1, world_size=2, local_world_size=1, ranks_a_gpu=2)
+    assert _plan(tmp_path / "1", build(Config, config), here).plan["embeddings"]
+    with pytest.raises(ConfigError, match=r"lies on rank 1 and GPU 1 in the plan, and rank 1 has GPU 0 here"):
+        _plan(tmp_path / "2", build(Config, config), here)
 
 
 @pytest.mark.parametrize("mode", ["train", "ab"])

@@ -19,6 +19,7 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from torchrec_triton import TritonTableBatchedEmbeddingBags
 from torchrec_triton.kernels import launch, sort
 from torchrec_triton.kernels.launch import Launcher
+from torchrec_triton.module.tbe import _fbgemm
 
 
 class FakeKernel:
@@ -141,6 +142,28 @@ def test_resident_programs_are_what_the_gpu_holds(h200):
         launcher("here", kernel, programs, one, "x", 1, resident=True)
     # 65536 registers / (64 a thread * 64 threads) = 16 programs on each of 132 multiprocessors.
     assert [entry[1] for entry in kernel.log[1:]] == [(16 * 132,), (100,)]
+
+
+def test_hyper_parameters_make_no_new_launcher(device):
+    """eps and the like are arguments of the kernels; what the kernels are compiled for is read anew."""
+    tbe = TritonTableBatchedEmbeddingBags(
+        [(50, 8)], strict=True, device=device, optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD, learning_rate=0.1
+    )
+    ids, offsets = torch.tensor([1, 2], device=device), torch.tensor([0, 1, 2], device=device)
+    known = 0
+    for step in range(4):
+        tbe.update_hyper_parameters({"eps": 0.1 / (step + 1), "lr": 0.1})
+        tbe(ids, offsets).sum().backward()
+        known = known or len(tbe.layout().launchers)
+        assert tbe._optimizer_now().rule.eps == pytest.approx(0.1 / (step + 1))
+    assert len(tbe.layout().launchers) == known
+    for name, value, field in (
+        ("weight_decay_mode", _fbgemm.WeightDecayMode.DECOUPLE, "weight_decay_mode"),
+        ("weights_precision", SparseType.FP16, "stochastic_rounding"),
+    ):
+        before = getattr(tbe._optimizer_now().rule, field)
+        setattr(tbe, name, value)
+        assert getattr(tbe._optimizer_now().rule, field) != before
 
 
 def test_kernels_meet_the_same_kinds_of_arguments_at_the_same_place(device, monkeypatch):

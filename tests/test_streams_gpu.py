@@ -156,21 +156,26 @@ class MadeElsewhere(torch.autograd.Function):
         return ctx.gradient.pop(), None
 
 
-def test_a_gradient_that_was_made_in_another_stream() -> None:
-    """Its memory is let go of, and taken again in its own stream, before the backward has read it."""
+@pytest.mark.parametrize("wide", [False, True])
+def test_a_gradient_that_was_made_in_another_stream(wide: bool) -> None:
+    """Its memory is let go of, and taken again in its own stream, before the backward has read it; wide: it is columns
+    of a larger one, as where TorchRec puts the outputs of several operators side by side."""
     case = harness.Case(rows=(5000,), dims=(128,), feature_table_map=(0,), lengths=(8,) * 4096)
     (module, check), side = (harness.build(case, "cuda", strict=True) for _ in range(2)), torch.cuda.Stream()
     batch = harness.make_batch(case, "cuda", 0)
     for number in range(20):
         torch.cuda.synchronize()
-        made = [batch.grad_output * (number + 1)]
+        gradient = batch.grad_output * (number + 1)
+        made = [torch.cat([gradient] * 2, dim=1)[:, : gradient.shape[1]] if wide else gradient]
+        size = made[0].untyped_storage().size() // 4
+        del gradient
         torch.cuda.synchronize()
         with torch.cuda.stream(side):
             out = MadeElsewhere.apply(module(batch.indices, batch.offsets, **batch.kwargs(case)), made)
             torch.cuda._sleep(20_000_000)  # about 10 ms, for which the backward waits
             out.backward(torch.empty_like(out))
         del made, out
-        torch.full_like(batch.grad_output, float("nan"))
+        torch.full((size,), float("nan"), device="cuda")
     torch.cuda.synchronize()
     for number in range(20):
         check(batch.indices, batch.offsets, **batch.kwargs(case)).backward(batch.grad_output * (number + 1))

@@ -34,12 +34,12 @@ def train(
 
     Args:
         arguments: of `torchrec-triton train`, as --config FILE --output DIR
-        j: hosts x processes on each, as 1x8; on a host with GPUs each process has its own
+        j: hosts x processes on each, as 1x8; on a host with GPUs each process has its own, but for --share-gpus
         image: container image or folder, by default TorchX's
         name: of the job
         h: one of TorchX's named resources, in place of cpu, gpu and memMB
         cpu: cores a host
-        gpu: GPUs a host, by default one a process
+        gpu: GPUs a host, by default one a process; with --share-gpus say how many
         memMB: host memory in MB
         env: environment variables, as TRITON_INTERPRET=1
         mounts: as type=bind,src=/host,dst=/job
@@ -63,12 +63,12 @@ def ab(
 
     Args:
         arguments: of `torchrec-triton ab`, as --config FILE --output DIR
-        j: hosts x processes on each, as 1x8; on a host with GPUs each process has its own
+        j: hosts x processes on each, as 1x8; on a host with GPUs each process has its own, but for --share-gpus
         image: container image or folder, by default TorchX's
         name: of the job
         h: one of TorchX's named resources, in place of cpu, gpu and memMB
         cpu: cores a host
-        gpu: GPUs a host, by default one a process
+        gpu: GPUs a host, by default one a process; with --share-gpus say how many
         memMB: host memory in MB
         env: environment variables, as TRITON_INTERPRET=1
         mounts: as type=bind,src=/host,dst=/job

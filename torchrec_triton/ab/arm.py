@@ -87,7 +87,8 @@ def place(expected: int = 0, share_gpus: bool = False) -> Iterator[Place]:
     host: every set of ranks with a GPU each is a host to it.
     """
     given = next((name for name in _LAUNCHED[:3] if name in os.environ), None)
-    missing = [name for name in _LAUNCHED if name not in os.environ]
+    needed = (*_LAUNCHED, "LOCAL_WORLD_SIZE") if share_gpus else _LAUNCHED
+    missing = [name for name in needed if name not in os.environ]
     if given and missing and not dist.is_initialized():
         raise LaunchError(f"{given} is set, {', '.join(missing)} not: start with torchrun or TorchX, or unset all")
     world_size, local = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
@@ -95,17 +96,18 @@ def place(expected: int = 0, share_gpus: bool = False) -> Iterator[Place]:
         raise LaunchError(f"{expected} processes were asked for, the launcher started {world_size}")
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     on_host = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    share = bool(gpus) and share_gpus
-    if gpus and not share and local >= gpus:
+    ranks_a_gpu = 1
+    if share_gpus and on_host > gpus > 0:
+        if on_host % gpus:
+            raise LaunchError(
+                f"--share-gpus: {on_host} processes on {gpus} GPUs; start as many on each, a multiple of {gpus}"
+            )
+        ranks_a_gpu = on_host // gpus
+    elif gpus and local >= gpus:
         raise LaunchError(
             f"LOCAL_RANK {local} has no GPU of its own: this host has {gpus}; start fewer processes, or let them share "
             "with --share-gpus to see whether a sharded run works (its times say nothing)"
         )
-    if share and on_host > gpus and on_host % gpus:
-        raise LaunchError(
-            f"--share-gpus: {on_host} processes on {gpus} GPUs; start as many on each, a multiple of {gpus}"
-        )
-    local_world_size = min(on_host, gpus) if share else on_host
     device = torch.device("cuda", local % gpus) if gpus else torch.device("cpu")
     if gpus:
         torch.cuda.set_device(device)
@@ -114,15 +116,16 @@ def place(expected: int = 0, share_gpus: bool = False) -> Iterator[Place]:
     if owned:
         # Long enough for a rank that compiles its kernels first. Alone: no port, so that two runs can't clash.
         alone = {} if given else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-        dist.init_process_group("nccl" if gpus and not share else "gloo", timeout=timedelta(minutes=30), **alone)
+        backend = "nccl" if gpus and ranks_a_gpu == 1 else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(minutes=30), **alone)
     failed = True
     try:
-        if given:
-            os.environ["LOCAL_WORLD_SIZE"] = str(local_world_size)  # where TorchRec looks
-        yield Place(device, dist.get_rank(), dist.get_world_size(), local_world_size, on_host // local_world_size)
+        if ranks_a_gpu > 1:
+            os.environ["LOCAL_WORLD_SIZE"] = str(gpus)  # where TorchRec looks
+        yield Place(device, dist.get_rank(), dist.get_world_size(), on_host // ranks_a_gpu, ranks_a_gpu)
         failed = False
     finally:
-        if given:
+        if ranks_a_gpu > 1:
             os.environ["LOCAL_WORLD_SIZE"] = str(on_host)
         if owned and not (failed and world_size > 1):  # a rank that failed must not wait for the others here
             dist.destroy_process_group()

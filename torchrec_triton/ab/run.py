@@ -47,7 +47,8 @@ def run(
     """mode: "train" or "ab". The exit status: 0 pass, 1 a limit was broken, 2 a wrong command line or file.
 
     Rank 0 writes report.json to `output` (and report.md and report.html for "ab"), and prints. plan_path: a plan that
-    `torchrec-triton plan` wrote. checkpoint, resume: folders that training ends with and starts from.
+    `torchrec-triton plan` wrote. checkpoint, resume: folders that training ends with and starts from. world_size,
+    share_gpus: see `place`.
 
     What can be wrong is looked for before training. An error that is none of the user's is raised; torchrun then shows
     the traceback of the rank that failed first, and ends the others.
@@ -123,6 +124,15 @@ def _plan(path: Path, config: Config, here: Place) -> ShardingPlan:
             f"{path}: this plan is for {device} and the tables {', '.join(tables)}; this run has {here.world_size} "
             f"{here.device.type} rank(s){' and also ' + ', '.join(missing) if missing else ''}"
         )
+    for table, sharding in tables.items():
+        for shard in getattr(sharding.sharding_spec, "shards", []):
+            rank, device = shard.placement.rank(), shard.placement.device()
+            if device.type == "cuda" and device.index != rank % here.local_world_size:
+                raise ConfigError(
+                    f"{path}: table {table} lies on rank {rank} and GPU {device.index} in the plan, and rank {rank} "
+                    f"has GPU {rank % here.local_world_size} here: make a plan with --local-world-size "
+                    f"{here.local_world_size}"
+                )
     for table in config.model.tables:
         if (held := extent(tables[table.name])) not in ([], [table.rows, table.dim]):
             raise ConfigError(

@@ -44,7 +44,7 @@ def compile_only() -> Iterator[list[str]]:
 
 
 class Launcher:
-    """Launches of calls of one kind, on one device. kept: what such calls found out for themselves, to keep it."""
+    """Launches of calls of one kind, on one device. kept: for the caller, what it worked out at the first call."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,7 +1,7 @@
 """The launchers: check of offsets, pooled lookup, gradient of per-sample weights, and the update.
 
 Functions take tensors and a `Batch`, launch on the current stream of the tensors' device and never wait for the device.
-Between calls nothing is kept but what was compiled.
+Between calls nothing is kept but what was compiled, and its tiles.
 """
 from __future__ import annotations
 
@@ -33,6 +33,11 @@ class Rule(NamedTuple):
     weight_decay_mode: int
     max_gradient: float | None
     stochastic_rounding: bool
+
+    @property
+    def kind(self) -> tuple:
+        """What kernels are compiled for."""
+        return self.adagrad, self.weight_decay_mode, self.max_gradient is not None, self.stochastic_rounding
 
 
 class Optimizer(NamedTuple):
@@ -252,7 +257,7 @@ def update(
         return
     num_ids = batch.indices.numel()
     layout, few = _division(layout, num_ids), num_ids <= tuning.TILES.few
-    launch = layout.launcher("update", batch.kind, kind_of(weights, state, grad), few, optimizer.rule)
+    launch = layout.launcher("update", batch.kind, kind_of(weights, state, grad), few, optimizer.rule.kind)
     with _on(weights.device):
         runs = transpose.transpose(layout, batch, launch, few)
         _apply(layout, weights, state, grad, batch, runs, optimizer, launch, few)
@@ -338,8 +343,7 @@ def _apply(
     supers = torch.empty(num_ids // (block * super_blocks), width, dtype=torch.float32, device=grad.device)
     rule = optimizer.rule
     max_gradient = rule.max_gradient if rule.max_gradient is not None else 0.0
-    # Most runs of one lookup, of two and more, and long ones that the lookups can make.
-    longest = num_ids // (transpose.middle_run(few) + 1)
+    least_long = transpose.middle_run(few) + 1  # lookups
     if launch.kept is None:
         buckets = range(len(layout.buckets))
         launch.kept = [_tiling(layout, index, batch, rule, weights.dtype, few) for index in buckets]
@@ -357,8 +361,10 @@ def _apply(
                     count, layout.num_tables, bucket.key_begin, bucket.key_end, max_gradient, each, early=few,
                 )  # fmt: skip
         for update in tiling.updates:
-            one, several = cdiv(num_ids, update.abreast), cdiv(num_ids // 2, update.abreast)
-            programs = one + several + longest if few else (one, several, several, longest)[update.highest.value]
+            # For as many runs of one lookup, of two and more, and long ones, as the lookups can make.
+            single, short = cdiv(num_ids, update.abreast), cdiv(num_ids // 2, update.abreast)
+            long = num_ids // least_long
+            programs = single + short + long if few else (single, short, short, long)[update.highest.value]
             if programs:
                 launch(
                     update.place, backward.update_kernel, programs,

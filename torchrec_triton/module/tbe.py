@@ -8,6 +8,7 @@ backward.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 from collections.abc import Sequence
@@ -83,8 +84,7 @@ class TritonTableBatchedEmbeddingBags(_Base):
         self._strict = strict
         self._said_weighted_mean = False
         self._layout: TableLayout | None = None
-        self._optimizer: tuple[Any, ops.Rule] | None = None  # FBGEMM's arguments that it was made of
-        self._output_type = _fbgemm.SparseType.from_int(self.output_dtype).as_dtype()
+        self._rule: tuple[tuple, ops.Rule] | None = None  # and, before it, what it was made of
         self._repair_log = _RepairLog()
         # The check turns a wrong id into 0, which a table without rows does not have either.
         has_empty = any(spec[0] == 0 for spec in self.embedding_specs)
@@ -142,7 +142,7 @@ class TritonTableBatchedEmbeddingBags(_Base):
         optimizer, mean = self._optimizer_now(draw=False), self.pooling_mode == _fbgemm.PoolingMode.MEAN
         return ops.compile_step(
             self.layout(), self.flat_weights(), self.flat_state(),
-            self._repairs(), optimizer, ids=ids, output=self._output_type,
+            self._repairs(), optimizer, ids=ids, output=_torch_dtype(self.output_dtype),
             weighted=weighted and not mean, vbe=vbe, mean=mean, trusted=self._repairs_ids,
         )  # fmt: skip
 
@@ -234,7 +234,7 @@ class TritonTableBatchedEmbeddingBags(_Base):
             ops.check_offsets(layout, batch, repairs)
         output = vbe_output
         if output is None:
-            output = torch.empty(shape, dtype=self._output_type, device=indices.device)
+            output = torch.empty(shape, dtype=_torch_dtype(self.output_dtype), device=indices.device)
         self._count_step()
         output = _Lookup.apply(
             self.placeholder_autograd_tensor, sample_weights, vbe_output, output, self, layout, batch, repairs,
@@ -331,19 +331,19 @@ class TritonTableBatchedEmbeddingBags(_Base):
             self.iter.add_(1)
 
     def _optimizer_now(self, draw: bool = True) -> ops.Optimizer:
-        args, kept = self.optimizer_args, self._optimizer
-        if kept is None or kept[0] is not args:
-            rounds = args.stochastic_rounding and self.weights_precision != _fbgemm.SparseType.FP32
+        args, mode = self.optimizer_args, self.weight_decay_mode
+        made_of = (args, mode, self.weights_precision)  # callers replace them
+        if self._rule is None or any(a is not b for a, b in zip(self._rule[0], made_of)):
             rule = ops.Rule(
                 adagrad=self.optimizer == _fbgemm.OptimType.EXACT_ROWWISE_ADAGRAD,
                 eps=float(args.eps),
                 weight_decay=float(args.weight_decay),
-                weight_decay_mode=_WEIGHT_DECAY[self.weight_decay_mode.name],
+                weight_decay_mode=_WEIGHT_DECAY[mode.name],
                 max_gradient=float(args.max_gradient) if args.gradient_clipping else None,
-                stochastic_rounding=rounds,
+                stochastic_rounding=args.stochastic_rounding and self.weights_precision != _fbgemm.SparseType.FP32,
             )
-            self._optimizer = kept = args, rule
-        rule = kept[1]
+            self._rule = made_of, rule
+        rule = self._rule[1]
         seed = _SEED if rule.stochastic_rounding else 0
         if seed and draw and torch.is_grad_enabled():
             seed = _draw_seed(self.D_offsets.device, self.step)
@@ -438,7 +438,7 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple:
     if not on_host and current_stream(grad.device.index):
         # Not the default stream, in which TorchRec's exchange of gradients makes this one, in memory that it lets go of
         # without a word of any other.
-        grad.record_stream(torch.cuda.current_stream(grad.device))
+        grad_output.record_stream(torch.cuda.current_stream(grad.device))
     weights = module.weights_host if on_host else module.weights_dev
     if ctx.needs_input_grad[1]:
         wanted = None if ctx.wanted is None else ctx.wanted.to(weights.device, torch.int32)
@@ -448,6 +448,12 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple:
 
 
 _backward_of_graph = torch.autograd.function.once_differentiable(_backward)  # for create_graph
+
+
+@functools.cache
+def _torch_dtype(sparse_type: int) -> torch.dtype:
+    """Of one of FBGEMM's numbers of types."""
+    return _fbgemm.SparseType.from_int(sparse_type).as_dtype()  # type: ignore[no-any-return]
 
 
 def _names(table_names: list[str] | None, count: int) -> str:
