@@ -312,7 +312,7 @@ def test_what_is_wrong_only_in_stochastic_rounding_is_found(monkeypatch):
 
     def wrong(layout, weights, state, grad, batch, optimizer):
         update(layout, weights, state, grad, batch, optimizer)
-        if optimizer.stochastic_rounding:
+        if optimizer.rule.stochastic_rounding:
             weights.zero_()
 
     monkeypatch.setattr(ops, "update", wrong)
