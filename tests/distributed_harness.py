@@ -128,7 +128,7 @@ def local_size(wanted: int, device_type: str) -> int:
     return min(wanted, torch.cuda.device_count()) if device_type == "cuda" else wanted
 
 
-def use_local_size(wanted: int) -> int:
+def use_local_size(wanted: int) -> None:
     """On a rank: count so many ranks to a host from now on, if it has the GPUs. TorchRec keeps its groups in module
     globals."""
     from torchrec.distributed import comm
@@ -137,4 +137,3 @@ def use_local_size(wanted: int) -> int:
     if os.environ["LOCAL_WORLD_SIZE"] != str(size):
         os.environ["LOCAL_WORLD_SIZE"] = str(size)
         comm._INTRA_PG = comm._CROSS_PG = None
-    return size

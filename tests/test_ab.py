@@ -726,18 +726,13 @@ def test_a_wrong_start_is_told(tmp_path, monkeypatch, capsys, changes, world_siz
     assert not (tmp_path / "out" / "report.json").exists()
 
 
-WRONG_SOURCES = """
-from torchrec_triton.ab.sources import Synthetic
-
-class Nothing(Synthetic):
-    def evaluation(self, rank, world_size):
-        return iter(())
-
-class Fails(Synthetic):
-    def training(self, rank, world_size):
-        raise OSError("the disk is full")
-        yield
-"""
+def launched(monkeypatch: pytest.MonkeyPatch, rank: int, on_host: int, world_size: int, gpus: int) -> None:
+    """As torchrun starts a process of the first host, which has so many GPUs."""
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": on_host}
+    for name, value in {**ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    for name, value in {"is_available": bool(gpus), "device_count": gpus, "set_device": None}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
 
 
 @pytest.mark.parametrize(
@@ -748,11 +743,7 @@ class Fails(Synthetic):
     ],
 )
 def test_processes_without_a_gpu_are_told(monkeypatch, local_rank, on_host, share, told):
-    launched = {"RANK": local_rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": on_host}
-    for name, value in {**launched, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}.items():
-        monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    launched(monkeypatch, local_rank, on_host, 4, gpus=2)
     with pytest.raises(LaunchError, match=re.escape(told)), place(4, share):
         pass
 
@@ -769,11 +760,7 @@ def test_processes_without_a_gpu_are_told(monkeypatch, local_rank, on_host, shar
 )
 def test_ranks_that_share_gpus_count_as_hosts(monkeypatch, gpus, on_host, local_rank, share, found):
     """(backend, GPU, ranks to a host as TorchRec sees it too, ranks a GPU)."""
-    launched = {"RANK": local_rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": on_host, "LOCAL_WORLD_SIZE": on_host}
-    for name, value in {**launched, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}.items():
-        monkeypatch.setenv(name, str(value))
-    for name, value in {"is_available": bool(gpus), "device_count": gpus, "set_device": None}.items():
-        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    launched(monkeypatch, local_rank, on_host, on_host, gpus)
     monkeypatch.setattr(arm_module, "_multiply_once", lambda device: None)
     group: dict[str, Any] = {"is_initialized": False, "get_rank": local_rank, "get_world_size": on_host}
     for name, value in {**group, "destroy_process_group": None}.items():
@@ -806,6 +793,20 @@ def test_a_plan_for_other_gpus_is_told(tmp_path):
     assert _plan(tmp_path / "1", build(Config, config), here).plan["embeddings"]
     with pytest.raises(ConfigError, match=r"lies on rank 1 and GPU 1 in the plan, and rank 1 has GPU 0 here"):
         _plan(tmp_path / "2", build(Config, config), here)
+
+
+WRONG_SOURCES = """
+from torchrec_triton.ab.sources import Synthetic
+
+class Nothing(Synthetic):
+    def evaluation(self, rank, world_size):
+        return iter(())
+
+class Fails(Synthetic):
+    def training(self, rank, world_size):
+        raise OSError("the disk is full")
+        yield
+"""
 
 
 @pytest.mark.parametrize("mode", ["train", "ab"])
@@ -1071,6 +1072,12 @@ def test_one_gpu(monkeypatch):
     assert counts[0] > 0 and set(counts) == {counts[0]} and compiled_kernels() == counts[0]
 
 
+def with_this_package() -> dict[str, str]:
+    """The environment for a process of its own, on a machine whose packages may be on the path only."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
 ALLOCATED_ONCE = """
 import torch
 from torchrec_triton.ab.arm import place
@@ -1089,9 +1096,8 @@ with place() as here:
 @pytest.mark.gpu
 def test_what_a_process_keeps_for_matrix_products_is_no_arms():
     """In a process of its own, where nothing was multiplied before."""
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run([sys.executable, "-c", ALLOCATED_ONCE], env=environment, capture_output=True, text=True)
+    command = [sys.executable, "-c", ALLOCATED_ONCE]
+    done = subprocess.run(command, env=with_this_package(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
@@ -1116,10 +1122,9 @@ def test_more_processes_than_gpus_share_them_if_asked(tmp_path):
     """And not by accident, where each would need one of its own."""
     path, processes = tmp_path / "run.yaml", 2 * torch.cuda.device_count()
     path.write_text(yaml.safe_dump(with_changes(compute_kernel="fused_triton", steps=40)))
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
     command += ["-m", "torchrec_triton.cli", "ab", "--config", str(path), "--output", str(tmp_path / "out")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    environment = with_this_package()
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode != 0 and "has no GPU of its own" in done.stderr and "--share-gpus" in done.stderr
     done = subprocess.run([*command, "--share-gpus"], env=environment, capture_output=True, text=True)

@@ -86,8 +86,8 @@ def values(trained: Trained) -> dict[str, Tensor]:
     return {f"{kind} {t} {at}": x for kind, part in parts for t, shards in part.items() for at, x in shards}
 
 
-def check_replicas(world_size: int, group_size: int, backend: str, case: Case) -> None:
-    ours = ranks(world_size, backend).run(replicated, case, group_size)
+def check_replicas(world_size: int, group_size: int, device_type: str, case: Case) -> None:
+    ours = ranks(world_size, device_type).run(replicated, case, group_size)
     copies = world_size // group_size
     for shard in range(group_size):  # TorchRec lays the copies of a shard on ranks that follow each other
         apart, together, after = (
@@ -100,7 +100,7 @@ def check_replicas(world_size: int, group_size: int, backend: str, case: Case) -
                 torch.testing.assert_close(one[name], mean, rtol=1e-6, atol=1e-6)
             assert all(torch.equal(one[name], together[0][name]) for one in together)
             assert not torch.equal(after[0][name], together[0][name]), name  # and it trains on
-    theirs = ranks(world_size, backend).run(replicated, case.with_kernel("fused"), group_size)
+    theirs = ranks(world_size, device_type).run(replicated, case.with_kernel("fused"), group_size)
     for moment in range(3):
         check_same([one[moment] for one in ours], [one[moment] for one in theirs], rtol=1e-5, atol=1e-5)
     kernels = {kernel for one in ours for kernel in one[0].kernels.values()}

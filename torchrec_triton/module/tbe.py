@@ -102,11 +102,17 @@ class TritonTableBatchedEmbeddingBags(_Base):
 
     def flat_weights(self) -> Tensor:
         """All tables, flat and one after another, as they are now: callers may have replaced the storage."""
-        return (self.weights_host if self.use_cpu else self.weights_dev).detach()
+        return self._weights().detach()
 
     def flat_state(self) -> Tensor:
         """Row-wise state of all tables, flat, fp32; empty for SGD."""
-        return (self.momentum1_host if self.use_cpu else self.momentum1_dev).detach()
+        return self._state().detach()
+
+    def _weights(self) -> Tensor:
+        return self.weights_host if self.use_cpu else self.weights_dev
+
+    def _state(self) -> Tensor:
+        return self.momentum1_host if self.use_cpu else self.momentum1_dev
 
     def _repairs(self) -> Tensor | None:
         """The counter of repairs, int64 [1], where our kernels make them."""
@@ -416,7 +422,7 @@ class _Lookup(torch.autograd.Function):
         optimizer: ops.Optimizer,
         wanted: Tensor | None,
     ) -> Tensor:
-        ops.lookup(layout, module.weights_host if module.use_cpu else module.weights_dev, batch, output, repairs)
+        ops.lookup(layout, module._weights(), batch, output, repairs)
         ctx.module, ctx.layout, ctx.optimizer, ctx.wanted = module, layout, optimizer, wanted
         ctx.writes_into_input = vbe_output is not None
         ctx.save_for_backward(batch.indices, batch.offsets, sample_weights, batch.bag_output, batch.batch_offsets)
@@ -434,16 +440,15 @@ class _Lookup(torch.autograd.Function):
 def _backward(ctx: Any, grad_output: Tensor) -> tuple:
     module, layout, optimizer = ctx.module, ctx.layout, ctx.optimizer
     batch, grad, weight_grad = Batch(*ctx.saved_tensors, *ctx.rest), grad_output.contiguous(), None
-    on_host = module.use_cpu
-    if not on_host and current_stream(grad.device.index):
+    if not module.use_cpu and current_stream(grad.device.index):
         # Not the default stream, in which TorchRec's exchange of gradients makes this one, in memory that it lets go of
         # without a word of any other.
         grad_output.record_stream(torch.cuda.current_stream(grad.device))
-    weights = module.weights_host if on_host else module.weights_dev
+    weights = module._weights()
     if ctx.needs_input_grad[1]:
         wanted = None if ctx.wanted is None else ctx.wanted.to(weights.device, torch.int32)
         weight_grad = ops.sample_weight_grad(layout, weights, grad, batch, wanted, optimizer.rule.max_gradient)
-    ops.update(layout, weights, module.momentum1_host if on_host else module.momentum1_dev, grad, batch, optimizer)
+    ops.update(layout, weights, module._state(), grad, batch, optimizer)
     return None, weight_grad, grad_output if ctx.writes_into_input else None, None, None, None, None, None, None, None
 
 
