@@ -431,6 +431,14 @@ def test_synthetic_batches_are_repeatable_and_differ_by_rank():
     assert not torch.equal(first.dense_features, held_out.dense_features)
 
 
+@pytest.mark.parametrize("drawn", [0, 3])
+def test_synthetic_batches_come_again_where_that_is_asked_for(drawn):
+    source = open_source(build(Config, with_changes(data__options={"dense": 2, "training_batches": drawn})))
+    batches = [batch.dense_features for batch in islice(source.training(0, 1), 7)]
+    same = [[torch.equal(one, other) for other in batches] for one in batches]
+    assert same == [[i == j or (drawn > 0 and (i - j) % drawn == 0) for j in range(7)] for i in range(7)]
+
+
 def test_synthetic_bags_have_the_mean_that_was_asked_for():
     table = [{"name": "half", "rows": 9, "dim": 4, "pooling_factor": 0.5}]
     table += [{"name": "more", "rows": 9, "dim": 4, "pooling_factor": 2.25}]

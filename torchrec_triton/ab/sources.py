@@ -16,7 +16,7 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, cycle, islice
 from pathlib import Path
 from typing import Annotated, Any, Protocol
 
@@ -71,11 +71,13 @@ class Synthetic:
     @dataclass(frozen=True, kw_only=True)
     class Options:
         """dense: features; zipf: exponent of the law of the ids, 0 for uniform; jagged: bag sizes are Poisson, not all
-        equal to pooling_factor (where that is no whole number, to one of the two beside it); evaluation_batches."""
+        equal to pooling_factor (where that is no whole number, to one of the two beside it); training_batches: how many
+        are drawn, after which they come again, or 0 for a new one at every step; evaluation_batches."""
 
         dense: Annotated[int, Bounds(0)] = 13
         zipf: NonNegative = 1.05
         jagged: bool = False
+        training_batches: Annotated[int, Bounds(0)] = 0
         evaluation_batches: Count = 4
 
     def __init__(self, config: Config, options: Options) -> None:
@@ -84,7 +86,9 @@ class Synthetic:
         self._features = [(feature, table) for table in config.model.tables for feature in table.features]
 
     def training(self, rank: int, world_size: int) -> Iterator[Batch]:
-        return (self._batch(0, rank, number) for number in count())
+        drawn = (self._batch(0, rank, number) for number in count())
+        some = self._options.training_batches
+        return cycle(islice(drawn, some)) if some else drawn
 
     def evaluation(self, rank: int, world_size: int) -> Iterator[Batch]:
         return (self._batch(1, rank, number) for number in range(self._options.evaluation_batches))
