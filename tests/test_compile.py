@@ -80,9 +80,9 @@ def test_loops_keep_what_they_carry(compiled, name, capability):
         if _classes(kernel) in ((1, 2), (0, 3)) and kernel["flags"]["RUNS"] > 1:
             assert 2 in kernel["reduces"], kernel
     for kernel in _named(kernels, "tbe_fwd_kernel"):
-        # Each step of the check counts its wrong ids. The longest bag and the sum of lengths choose the way; the loop
-        # over bags finds each bag's own length.
-        checked = [1] if kernel["flags"]["CHECK"] else []
+        # Each step of the check, of few ids or many, counts its wrong ones. The longest bag and the sum of lengths
+        # choose the way; the loop over bags finds each bag's own length.
+        checked = [1, 1] if kernel["flags"]["CHECK"] else []
         if kernel["flags"]["BAGS"] > 1:
             reduces = kernel["reduces"][len(checked) :]
             assert kernel["reduces"][: len(checked)] == checked and reduces[:2] == [0, 0] and 1 in reduces, kernel

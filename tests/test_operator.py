@@ -299,18 +299,31 @@ def test_runs_of_many_blocks_beside_short_ones(weighted: bool, device: torch.dev
     check_update(case, batch, before, contents(module), exact=True)
 
 
-@pytest.mark.parametrize("lengths", [(7,) * 40, (6, 0, 31, 1, 70, 5) * 7], ids=["even", "uneven"])
-@pytest.mark.parametrize("dim", [8, 20, 512])
-@pytest.mark.parametrize("busy", [0, 3, 12, 2**11], ids=["side by side", "some", "few", "one"])
+@pytest.mark.parametrize("lengths", [(7,) * 40, (6, 0, 31, 1, 70, 5) * 7, (33, 90, 0)], ids=["even", "uneven", "long"])
+@pytest.mark.parametrize("dim", [8, 20, 64, 512])
+@pytest.mark.parametrize("share", [1, 4, 5, 32], ids=["side by side", "a fourth", "some", "one"])
 def test_bags_share_a_program_or_do_not(
-    busy: int, dim: int, lengths: tuple[int, ...], device: torch.device, monkeypatch: pytest.MonkeyPatch
+    share: int, dim: int, lengths: tuple[int, ...], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where programs are few they take fewer bags each: all of a tile's, a fourth, some, or one."""
-    monkeypatch.setattr(ops, "_BUSY", busy)
+    """A program takes all bags of a tile, or fewer; one alone that is long has a tile of twice as many rows."""
+    monkeypatch.setattr(ops, "_bags_a_program", lambda bags, programs, length: max(1, bags // share))
     case = Case(rows=(9,), dims=(dim,), feature_table_map=(0,), lengths=lengths, weights_precision="FP16")
     module = build(case, device, strict=True)
     before, batch = contents(module), make_batch(case, device)
     check_output(case, batch, before, step(module, case, batch), exact=True)
+
+
+@pytest.mark.parametrize(
+    ("bags", "count", "length", "expected"),
+    [
+        (32, 2**17, 5, 32), (32, 2**17, 20, 8), (16, 2**17, 20, 16), (16, 2**17, 50, 4), (8, 2**19, 50, 8),
+        (8, 2**15, 100, 2), (8, 2**15, 20, 8), (8, 2**14, 50, 2), (4, 2**19, 20, 4), (4, 2**11, 20, 1),
+        (2, 2**11, 100, 1), (1, 2**11, 100, 1), (32, 2**15, 20, 8),
+    ],
+)  # fmt: skip
+def test_bags_a_program(bags: int, count: int, length: float, expected: int) -> None:
+    """What was fastest of the ways that were measured, for `count` bags: docs/notes/kernel-log.md, section 32."""
+    assert ops._bags_a_program(bags, -(-count // bags), length) == expected
 
 
 @pytest.mark.parametrize("longest", [1, 8, 70])

@@ -1,10 +1,12 @@
 """Pooled lookup: out[bag] = sum over its lookups of s_i * W[id_i], divided by the bag length for MEAN.
 
 A [BAGS, D] tile walks BAGS neighbouring bags of one feature side by side, a lookup of each at a step. Its rows are
-loaded one step ahead of their sum and their ids two, so that a warp always has a tile of rows in flight. Bags of very
-different lengths would leave most of the tile idle: then the program takes them one after another, BAGS lookups of a
-bag at a step. So it does, with fewer bags a program, where bags are long and too few to fill the GPU. Which way depends
-on the batch alone, so equal inputs give equal bits.
+loaded one step ahead of their sum and their ids two, so that a warp always has a tile of rows in flight. Long bags go
+four lookups at a step, a fourth as many bags a program: ids of one bag share a cache line, those of 32 bags fill the
+cache with theirs. Bags of very different lengths would leave most of the tile idle: then the program takes them one
+after another, BAGS lookups of a bag at a step. So it does, with fewer bags a program, where bags are too few to fill
+the GPU, and with twice the rows a tile where they are long too. Which way depends on the batch alone, so equal inputs
+give equal bits.
 
 Where ids are to be checked, a program first reads those of its bags, which the lookup then finds in the cache, and
 repairs what is out of range as FBGEMM's WARNING and IGNORE modes do.
@@ -168,7 +170,7 @@ def tbe_fwd_kernel(
     WEIGHT_VEC: tl.constexpr,
     ACC: tl.constexpr,
     EXACT: tl.constexpr,
-    CHECK: tl.constexpr,  # ids checked at a step, or 0
+    CHECK: tl.constexpr,  # ids checked at a step where a program has many, or 0
     TRUSTED: tl.constexpr,
     WIDE: tl.constexpr,
     WEIGHTED: tl.constexpr,
@@ -188,7 +190,10 @@ def tbe_fwd_kernel(
         own = offsets + first + begin_bag
         begin = tl.load(own, mask=begin_bag < count, other=0).to(tl.int64)
         end = tl.load(own + tl.minimum(each, count - begin_bag), mask=begin_bag < count, other=0).to(tl.int64)
-        _repair(indices, begin, end, rows, repairs, CHECK)
+        if end - begin <= CHECK // 4:
+            _repair(indices, begin, end, rows, repairs, CHECK // 4)
+        else:
+            _repair(indices, begin, end, rows, repairs, CHECK)
     look = 1  # lookups of a bag at a step, where the bags of the program fill its tile
     if BAGS >= 8:
         look = tl.where(each == BAGS // 4, 4, 1)

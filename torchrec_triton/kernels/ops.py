@@ -19,7 +19,7 @@ from torchrec_triton.kernels.launch import Launcher, compile_only, kind_of
 # Blocks that a program of partial sums looks at where there are many, hardly any whole; and from one to the next.
 _GROUP, _APART = 8, 64
 _ENOUGH = 2**14  # programs of partial sums that keep a large GPU busy
-_BUSY = 2**11  # programs of the lookup that do
+_BUSY = 32 * 132  # programs of the lookup that such a GPU holds at a time
 _CHECK = 256  # ids that a program of the lookup checks at a step
 _EARLY = 2**12  # programs of the lookup, at most, that gain by getting in place early
 
@@ -126,8 +126,10 @@ def compile_step(
             out = empty(layout.total_dim, output)
             if repairs is not None:
                 check_offsets(layout, batch, repairs)
-            for bags in (1, 2**18):  # programs get in place early, or they are too many
-                lookup(layout, weights, replace(batch, batch_size=bags), out, repairs)
+            # Programs get in place early, bags being short or long; or they are too many.
+            for batch_size, bags in ((1, num_ids), (1, 1), (2**18, 1)):
+                bagged = replace(batch, offsets=empty(bags + 1, ids), batch_size=batch_size)
+                lookup(layout, weights, bagged, out, repairs)
             if weighted:
                 sample_weight_grad(layout, weights, out, batch, None, optimizer.rule.max_gradient)
             for many in (batch.offsets, empty(max(num_ids, transpose.MANY_BAGS) + 1, ids)):  # bags
@@ -170,12 +172,16 @@ def lookup(
     with _on(weights.device):
         for index, bucket in enumerate(layout.buckets):
             elements = tuning.TILES.forward if bucket.exact else tuning.TILES.forward_padded
-            bags = tile_rows(bucket.block_d, elements // 2 if double else elements)
-            each = _bags_a_program(bags, bucket.num_features * cdiv(batch.batch_size, bags), num_ids / num_bags)
+            if double:
+                elements //= 2
+            bags, length = tile_rows(bucket.block_d, elements), num_ids / num_bags
+            each = _bags_a_program(bags, bucket.num_features * cdiv(batch.batch_size, bags), length)
             programs = bucket.num_features * cdiv(batch.batch_size, each)
             early = programs <= _EARLY
+            if each == 1 and early and length >= 4 * bags:  # so few that each has room for twice as many rows
+                bags = tile_rows(bucket.block_d, 2 * elements)
             launch(
-                (index, early), forward.tbe_fwd_kernel, programs,
+                (index, bags, early), forward.tbe_fwd_kernel, programs,
                 lambda: {
                     "BAGS": bags, "BLOCK_D": bucket.block_d, "WEIGHT_VEC": bucket.weight_vec, "EXACT": bucket.exact,
                     "ACC": tl.float64 if double else tl.float32, "CHECK": _CHECK if repairs is not None else 0,
@@ -191,17 +197,17 @@ def lookup(
 
 def _bags_a_program(bags: int, programs: int, length: float) -> int:
     """Bags that a program of the lookup pools: all of its tile's side by side, which takes a step for every lookup of a
-    bag; a fourth of them, four lookups of a bag at a step; or a few one after another, `bags` lookups of one at a step.
+    bag, and longer where their ids lie far apart; a fourth of them, four lookups of a bag at a step; or a few one after
+    another, `bags` lookups of one at a step.
 
     bags: of a tile. programs: with so many bags each. length: of a bag, on average.
     """
-    busy = max(_BUSY, programs)
-    some = max(1, bags * programs // busy)
-    steps = {bags: (length + 2) * busy}
+    some = max(1, bags * programs // _BUSY)
+    steps = {bags: (length + 2) * (1 + length * bags**3 / 2**20) * max(_BUSY, programs)}
     if bags >= 8:
-        steps[bags // 4] = (length / 4 + 2) * max(busy, 4 * programs)
+        steps[bags // 4] = (length / 4 + 2) * max(_BUSY, 4 * programs)
     if some < bags:
-        steps.setdefault(some, some * (length / bags + 2) * busy)
+        steps.setdefault(some, (length / bags + 2) * max(some * _BUSY, bags * programs))
     return min(steps, key=steps.__getitem__)
 
 
