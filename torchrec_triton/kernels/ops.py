@@ -204,7 +204,7 @@ def _bags_a_program(bags: int, programs: int, length: float) -> int:
     """
     some = max(1, bags * programs // _BUSY)
     steps = {bags: (length + 2) * (1 + length * bags**3 / 2**20) * max(_BUSY, programs)}
-    if bags >= 8:
+    if bags >= 8 and length >= 4:
         steps[bags // 4] = (length / 4 + 2) * max(_BUSY, 4 * programs)
     if some < bags:
         steps.setdefault(some, (length / bags + 2) * max(some * _BUSY, bags * programs))
