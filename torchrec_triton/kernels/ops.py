@@ -19,7 +19,7 @@ from torchrec_triton.kernels.launch import Launcher, compile_only, kind_of
 # Blocks that a program of partial sums looks at where there are many, hardly any whole; and from one to the next.
 _GROUP, _APART = 8, 64
 _ENOUGH = 2**14  # programs of partial sums that keep a large GPU busy
-_BUSY = 32 * 132  # programs of the lookup that such a GPU holds at a time
+_BUSY = 32 * 132  # programs of the lookup that an H200 holds at a time
 _CHECK = 256  # ids that a program of the lookup checks at a step
 _EARLY = 2**12  # programs of the lookup, at most, that gain by getting in place early
 
