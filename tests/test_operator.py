@@ -318,7 +318,7 @@ def test_bags_share_a_program_or_do_not(
     [
         (32, 2**17, 5, 32), (32, 2**17, 20, 8), (16, 2**17, 20, 16), (16, 2**17, 50, 4), (8, 2**19, 50, 8),
         (8, 2**15, 100, 2), (8, 2**15, 20, 8), (8, 2**14, 50, 2), (4, 2**19, 20, 4), (4, 2**11, 20, 1),
-        (2, 2**11, 100, 1), (1, 2**11, 100, 1), (32, 2**15, 20, 8), (32, 2**15, 1, 32),
+        (2, 2**11, 100, 1), (1, 2**11, 100, 1), (4, 2 * 4224, 20, 2), (32, 2**15, 20, 8), (32, 2**15, 1, 32),
     ],
 )  # fmt: skip
 def test_bags_a_program(bags: int, count: int, length: float, expected: int) -> None:
@@ -1046,6 +1046,16 @@ def test_every_id_out_of_range_is_repaired_and_counted_once(
     assert torch.equal(given, right)
     assert module.bounds_check_warning.item() == wrong.sum().item()
     check_output(case, replace(batch, indices=right.long()), before, out, exact=True)
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 255, 256, 257, 600])
+def test_all_ids_of_a_program_are_checked(length: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one small step or in large ones."""
+    monkeypatch.setattr(ops, "_bags_a_program", lambda bags, programs, length: 1)
+    module, (_, offsets) = one_table(3, 8, [0] * 3 * length, [0, length, 2 * length, 3 * length], device)
+    given = torch.full((3 * length,), 3, device=device)
+    assert (module(given, offsets) == length).all()  # rows of ones
+    assert not given.any() and module.bounds_check_warning.item() == 3 * length
 
 
 @every_way
