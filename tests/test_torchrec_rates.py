@@ -455,7 +455,7 @@ def test_the_report_of_a_plan(rates: Path, caplog: pytest.LogCaptureFixture) -> 
         plan = planner.plan(model, sharders())
     reports = {report.table: report for report in planner.explain()}
     assert {table: report.compute_kernel for table, report in reports.items()} == kernels(plan)
-    assert reports["t0"].reasons == ("faster here by the rates of Invented",)
+    assert reports["t0"].reasons == ("faster, all tables taken together, by the rates of Invented",)
     assert sum(reports["t0"].milliseconds["fused"]) < sum(reports["t0"].milliseconds["fused_triton"])
     assert reports["t1"].compute_kernel == "fused_triton" and not reports["t1"].reasons
     assert sum(reports["t1"].milliseconds["fused"]) > sum(reports["t1"].milliseconds["fused_triton"]) > 0
@@ -467,7 +467,7 @@ def test_the_report_of_a_plan(rates: Path, caplog: pytest.LogCaptureFixture) -> 
     assert text[0] == "heading"
     (line,) = [line.split() for line in text if line.startswith("t0 ")]
     assert line[:4] == ["t0", "row_wise", "0-1", "fused"] and float(line[4]) < float(line[5])
-    assert "    faster here by the rates of Invented" in text
+    assert "    faster, all tables taken together, by the rates of Invented" in text
     logged = {r.levelname: r.getMessage() for r in caplog.records if r.name == "torchrec_triton"}
     assert logged["INFO"].startswith("table t0: fused") and "rates of Invented" in logged["INFO"]
     assert logged["WARNING"].startswith("table t2: fused") and len(logged) == 2

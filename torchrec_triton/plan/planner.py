@@ -54,7 +54,7 @@ from torchrec_triton.plan.storage import StorageEstimator
 logger = logging.getLogger("torchrec_triton")
 
 AUTO = "auto"
-FASTER = "faster here by the rates of"
+FASTER = "faster, all tables taken together, by the rates of"
 Choice = str | Mapping[str, str]
 
 
